@@ -1,0 +1,29 @@
+# make demo: install, then the main job end to end.   make test: install, then the tests.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.tandem-installed
+
+.PHONY: demo test soak check clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(VENV)/bin/tandem demo
+
+test: $(STAMP)
+	$(PY) -m pytest
+
+soak: $(STAMP)
+	TANDEM_SOAK=1 $(PY) -m pytest
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,1 @@
+"""The control plane: jobs, queues, events, the HTTP API, the supervisor and the command line."""

@@ -1,0 +1,1 @@
+"""The state format: model cache lists as verified, bit-exact bytes."""

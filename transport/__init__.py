@@ -1,0 +1,1 @@
+"""The link that moves cache state between a prefill node and a decode node."""
