@@ -118,7 +118,13 @@ class Config(_Section):
     node: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = Field(
         "local", description="name of this machine among Tandem's nodes"
     )
-    model: str = Field(DEFAULT_MODEL, min_length=1)
+    model: str = Field(
+        DEFAULT_MODEL, min_length=1, description="name, hub name or directory of the model"
+    )
+    model_dir: Path | None = Field(
+        None,
+        description="directory of the model's files; found from `model` at start when not given",
+    )
     redis: RedisConfig = Field(default_factory=RedisConfig)
     api: ApiConfig = Field(default_factory=ApiConfig)
     prefill: PrefillConfig = Field(default_factory=PrefillConfig)
@@ -131,6 +137,11 @@ class Config(_Section):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the API serves the model: never a path."""
+        return Path(self.model).name if self.model.startswith(("/", "~", ".")) else self.model
 
     @property
     def runtime_dir(self) -> Path:
