@@ -30,7 +30,7 @@ class Claim:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
             os.close(self._fd)
             raise ConfigError(
-                f"data directory {path} is in use by another Tandem (process {owner or 'unknown'}): "
+                f"data directory {path} is in use by another Tandem (process {owner or '?'}): "
                 "stop it, or choose another directory with --data"
             ) from None
         os.ftruncate(self._fd, 0)

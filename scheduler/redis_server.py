@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from scheduler.config import Config, ConfigError
+from scheduler import lifeline
+from scheduler.config import Config, ConfigError, load
 from scheduler.data_dir import make_private
 
 MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
@@ -44,7 +46,7 @@ class Binary:
 
 
 def find() -> Binary:
-    """Choose the server program. Raises ConfigError saying what was looked at and what to install."""
+    """Choose the server program. Raises ConfigError saying what was found and what is needed."""
     seen: list[str] = []
     for name in ("redis-server", "valkey-server"):
         if path := shutil.which(name):
@@ -105,8 +107,8 @@ def probe(url: str, deadline: float) -> str:
         except (redis.RedisError, OSError) as error:
             if time.monotonic() >= end:
                 raise RedisUnavailable(
-                    f"Redis at {without_password(url)} is not reachable ({_short(error)}): start it, "
-                    "or correct REDIS_URL / redis.url"
+                    f"Redis at {without_password(url)} is not reachable ({_short(error)}): "
+                    "start it, or correct REDIS_URL / redis.url"
                 ) from None
             time.sleep(0.05)
             continue
@@ -121,17 +123,21 @@ def probe(url: str, deadline: float) -> str:
         return f"{kind} {text}"
 
 
-def stop_orphan(config: Config) -> bool:
-    """Shut down a server of ours that outlived its supervisor. The caller owns the data directory."""
-    if not config.redis_socket.exists():
-        return False
-    try:
-        with redis.Redis(unix_socket_path=str(config.redis_socket), socket_timeout=5) as client:
-            client.shutdown(save=False, nosave=True)
-    except (redis.RedisError, OSError):
-        config.redis_socket.unlink(missing_ok=True)
-        return False
-    return True
+def stop_orphan(config: Config) -> None:
+    """Shut down a server of ours that outlived its supervisor, and wait until it is gone.
+
+    Two servers must never write one append-only file. The caller owns the data directory.
+    """
+    while config.redis_socket.exists():
+        try:
+            with redis.Redis(
+                unix_socket_path=str(config.redis_socket),
+                socket_timeout=10,
+                retry=Retry(NoBackoff(), 0),
+            ) as client:
+                client.shutdown(nosave=True)
+        except (redis.RedisError, OSError):
+            config.redis_socket.unlink(missing_ok=True)  # nobody listens: a stale file
 
 
 def without_password(url: str) -> str:
@@ -154,3 +160,14 @@ def _inspect(path: Path, origin: str) -> Binary | None:
 
 def _short(error: BaseException) -> str:
     return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+
+
+def main() -> int:
+    """Run our server until the supervisor ends it or ends itself."""
+    config = load()
+    stop_orphan(config)
+    return lifeline.main(command(config, find()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

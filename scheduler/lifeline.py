@@ -1,0 +1,59 @@
+"""A child ends when its parent does, however the parent ends.
+
+The supervisor keeps the writing end of a pipe; each child inherits the reading end, whose number
+is in ``TANDEM_LIFELINE``. When the supervisor is gone, even by SIGKILL, the pipe reports its end
+and the child stops as if it had been sent SIGTERM. (Linux could ask the kernel for this; macOS
+has no such call.)
+
+``python -m scheduler.lifeline COMMAND...`` runs a program that knows nothing of this, our Redis
+for one, and stops it in the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+VARIABLE = "TANDEM_LIFELINE"
+
+
+def watch(on_end: Callable[[], None] | None = None) -> bool:
+    """Call `on_end` (default: SIGTERM to this process) when the parent is gone.
+
+    Returns False, and watches nothing, in a process that was not started by a supervisor.
+    """
+    number = os.environ.pop(VARIABLE, None)
+    if number is None:
+        return False
+    descriptor = int(number)
+    os.set_inheritable(descriptor, False)
+
+    def wait() -> None:
+        while os.read(descriptor, 64):
+            pass
+        (on_end or (lambda: os.kill(os.getpid(), signal.SIGTERM)))()
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    return True
+
+
+def main(command: list[str]) -> int:
+    """Run `command`, forward SIGTERM and SIGINT to it, and end with its status."""
+    child = subprocess.Popen(command)
+
+    def forward(number: int, _: FrameType | None) -> None:
+        child.send_signal(number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGINT, forward)
+    watch(lambda: child.send_signal(signal.SIGTERM))
+    return child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
