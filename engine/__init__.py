@@ -1,1 +1,1 @@
-"""Everything MLX: load a model, prefill in chunks, decode in a continuous batch, and the solo oracle."""
+"""Everything MLX: models, chunked prefill, continuous-batch decode, the solo oracle."""
