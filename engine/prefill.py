@@ -1,0 +1,131 @@
+"""Chunked prefill of one conversation, handed over one token before its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from engine.errors import ModelError
+from engine.model import Caches, Model, evaluate
+
+# Some models (glm5_next) compute forwards of up to 8 tokens by another path than longer ones, with
+# other rounding. A chunk is therefore never that short by accident.
+SHORT = 8
+MIN_CHUNK = 2 * SHORT + 1
+
+
+def plan(start: int, stop: int, chunk: int) -> list[int]:
+    """The lengths of the forwards that compute tokens [start, stop), none longer than `chunk`.
+
+    All are `chunk` long but the last; a last one of at most 8 tokens is joined with the one before
+    and the sum halved. So a forward of 8 tokens or fewer occurs only where the whole is that short.
+    Raises `ValueError` for a chunk below 17 or a negative range.
+    """
+    if chunk < MIN_CHUNK:
+        raise ValueError(f"a prefill chunk has at least {MIN_CHUNK} tokens, not {chunk}")
+    if stop < start:
+        raise ValueError(f"cannot prefill backwards from {start} to {stop}")
+    whole, rest = divmod(stop - start, chunk)
+    lengths = [chunk] * whole
+    if whole and 0 < rest <= SHORT:
+        both = chunk + rest
+        lengths[-1:] = [both - both // 2, both // 2]
+    elif rest:
+        lengths.append(rest)
+    return lengths
+
+
+def append_schedule(schedule: list[list[int]], length: int) -> None:
+    """Add one forward of `length` tokens to a run-length schedule [[length, count], ...]."""
+    if schedule and schedule[-1][0] == length:
+        schedule[-1][1] += 1
+    else:
+        schedule.append([length, 1])
+
+
+def expand_schedule(schedule: Sequence[Sequence[int] | int]) -> list[int]:
+    """The lengths of a schedule of plain lengths, [length, count] pairs, or both."""
+    lengths: list[int] = []
+    for item in schedule:
+        if isinstance(item, int):
+            lengths.append(item)
+        else:
+            length, count = item
+            lengths += [length] * count
+    return lengths
+
+
+class Prefill:
+    """Computes the state of `ids` up to and without the last token, chunk by chunk.
+
+    `caches` hold the first `start` tokens (a fresh list when start is 0). After each `step` the
+    caches hold exactly `position` tokens and are evaluated, so that stopping there (to cancel, to
+    preempt) needs nothing else. `lengths` may give the forwards' lengths instead of the chunk.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ids: Sequence[int],
+        start: int = 0,
+        caches: Caches | None = None,
+        chunk: int = 0,
+        *,
+        rope_delta: int = 0,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """Raises `ModelError` for an empty prompt, foreign token ids or one beyond the context."""
+        if not ids:
+            raise ModelError("the prompt is empty; give at least one token")
+        if len(ids) > model.context_length:
+            raise ModelError(
+                f"the prompt has {len(ids)} tokens and the model's context {model.context_length}; "
+                "shorten it"
+            )
+        if not 0 <= start <= len(ids) - 1 or (start and caches is None):
+            raise ValueError(f"cannot start at {start} of {len(ids)} tokens without their state")
+        model.check_ids(ids)
+        stop = len(ids) - 1
+        self.model = model
+        self.ids = list(ids)
+        self.caches: Caches = model.fresh_cache() if caches is None else caches
+        self.position = start
+        self.rope_delta = rope_delta
+        self.schedule: list[int] = []
+        self._left = (
+            list(lengths) if lengths is not None else plan(start, stop, chunk or model.device.chunk)
+        )
+        if sum(self._left) != stop - start or any(length < 1 for length in self._left):
+            raise ValueError(f"the schedule does not cover tokens {start} to {stop}")
+        self._left.reverse()
+
+    @property
+    def remaining(self) -> int:
+        """Tokens still to compute before the hand-over."""
+        return len(self.ids) - 1 - self.position
+
+    def replan(self, chunk: int) -> None:
+        """Go on with chunks of another size, for instance while a short job waits."""
+        self._left = plan(self.position, len(self.ids) - 1, chunk)[::-1]
+
+    def step(self) -> tuple[int, int]:
+        """Compute and evaluate the next chunk; returns its range [start, stop).
+
+        Raises `StopIteration` when nothing remains.
+        """
+        if not self._left:
+            raise StopIteration
+        start, length = self.position, self._left.pop()
+        tokens = mx.array([self.ids[start : start + length]], dtype=mx.int32)
+        self.model.forward(tokens, self.caches, [self.rope_delta], logits=False)
+        evaluate(self.caches)
+        self.position = start + length
+        self.schedule.append(length)
+        return start, self.position
+
+    def run(self) -> Caches:
+        """Compute all that remains and return the caches."""
+        while self._left:
+            self.step()
+        return self.caches

@@ -1,0 +1,103 @@
+"""Tokens to text as they come: whole characters only, and never past a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+
+REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
+# An incomplete sequence has at most three bytes. More tokens than this without one whole character
+# are not the beginning of one.
+MAX_HELD = 64
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a model directory (transformers); loads without MLX.
+
+    Raises `ModelError` when the directory has none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path))
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ModelError(
+            f"the tokenizer in {path} cannot be loaded ({error}); check that the model "
+            "directory is complete"
+        ) from error
+
+
+class TextStream:
+    """The text of a growing list of tokens.
+
+    `push` returns what a token adds: characters that are complete and cannot become part of a stop
+    string any more. Once a stop string has appeared, `stopped` is true, the text before it has been
+    returned, and nothing more follows.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        if any(not text for text in stop):
+            raise ModelError("a stop string is empty; leave it out")
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._context: list[int] = []  # tokens already shown: a decoder may look at the one before
+        self._fresh: list[int] = []
+        self._shown = 0  # characters of the decoded window that were already taken
+        self._held = ""  # decoded, but possibly the beginning of a stop string
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that becomes certain with `token`, possibly none."""
+        if self.stopped:
+            return ""
+        self._fresh.append(token)
+        text = self._decode(self._context + self._fresh)
+        whole = text.rstrip(REPLACEMENT)
+        if len(self._fresh) > MAX_HELD:
+            whole = text
+        delta = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        if whole == text:
+            self._context, self._fresh = self._fresh, []
+            self._shown = len(self._decode(self._context))
+        return self._release(delta)
+
+    def finish(self) -> str:
+        """What was held back: an incomplete character, or the beginning of a stop string."""
+        if self.stopped:
+            return ""
+        rest = self._decode(self._context + self._fresh)[self._shown :] if self._fresh else ""
+        self._context, self._fresh, self._shown = [], [], 0
+        text = self._release(rest)
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _release(self, delta: str) -> str:
+        if not self._stop:
+            return delta
+        text = self._held + delta
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that `stop` begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
