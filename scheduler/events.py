@@ -1,0 +1,137 @@
+"""The event log of a response: a Redis stream, written once, read as often as anyone likes.
+
+Event number k is the entry with id `k+1-0`, so "after event k" is a stream position, a stale
+writer cannot write over what is there, and a reader that comes back misses and repeats nothing.
+The log is complete until it expires: it is never trimmed, because clients may replay it from 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+
+from scheduler.redis_client import MAX_BLOCK
+from scheduler.serializer import unpack
+
+#: Types after which a log gets no further event.
+TERMINAL_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
+
+_TEXT_DELTA = "response.output_text.delta"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of a log: its number from 0, and its data with at least "type"."""
+
+    seq: int
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a response has said so far: a retried decode goes on from here.
+
+    `ids`: token ids of all deltas, in order; `text`: their text; `types`: event types seen;
+    `seq`: how many events there are.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    types: frozenset[str] = frozenset()
+    seq: int = 0
+
+
+def key(resp: str) -> str:
+    """Redis key of the log."""
+    return f"tandem:events:{resp}"
+
+
+def is_terminal(data: Mapping[str, Any]) -> bool:
+    """True for the last event of a log."""
+    return data.get("type") in TERMINAL_EVENTS
+
+
+def read(
+    client: redis.Redis, resp: str, after: int = -1, block: float = 0.0, count: int = 500
+) -> list[Event]:
+    """At most `count` events with a number above `after`, waiting up to `block` s for the first."""
+    deadline = time.monotonic() + block
+    while True:
+        wait = min(deadline - time.monotonic(), MAX_BLOCK)
+        answer = client.xread(
+            {key(resp): f"{after + 1}-0"},
+            count=count,
+            block=int(wait * 1000) + 1 if wait > 0 else None,
+        )
+        events = _events(answer)
+        if events or time.monotonic() >= deadline:
+            return events
+
+
+async def aread(
+    client: redis.asyncio.Redis, resp: str, after: int = -1, block: float = 0.0, count: int = 500
+) -> list[Event]:
+    """`read` for asyncio."""
+    deadline = time.monotonic() + block
+    while True:
+        wait = min(deadline - time.monotonic(), MAX_BLOCK)
+        answer = await client.xread(
+            {key(resp): f"{after + 1}-0"},
+            count=count,
+            block=int(wait * 1000) + 1 if wait > 0 else None,
+        )
+        events = _events(answer)
+        if events or time.monotonic() >= deadline:
+            return events
+
+
+async def afollow(
+    client: redis.asyncio.Redis, resp: str, after: int = -1, *, keepalive: float = 15.0
+) -> AsyncIterator[Event | None]:
+    """Events after `after` as they come, to the terminal one; None where `keepalive` s were silent.
+
+    Ends as well when the log does not exist (expired, or never there).
+    """
+    while True:
+        events = await aread(client, resp, after, block=keepalive)
+        if not events:
+            if not await client.exists(key(resp)):
+                return
+            yield None
+            continue
+        for event in events:
+            yield event
+            after = event.seq
+            if is_terminal(event.data):
+                return
+
+
+def replay(client: redis.Redis, resp: str) -> Replay:
+    """Everything that a response has said so far."""
+    ids: list[int] = []
+    text: list[str] = []
+    types: set[str] = set()
+    after = -1
+    while events := read(client, resp, after, count=2000):
+        for event in events:
+            types.add(str(event.data.get("type")))
+            ids.extend(event.data.get("ids") or ())
+            if event.data.get("type") == _TEXT_DELTA:
+                text.append(str(event.data.get("delta", "")))
+        after = events[-1].seq
+    return Replay(ids, "".join(text), frozenset(types), after + 1)
+
+
+def _events(answer: Any) -> list[Event]:
+    if not answer:
+        return []
+    _, entries = answer[0]
+    return [
+        Event(int(entry.split(b"-")[0]) - 1, cast("dict[str, Any]", unpack(data[b"e"])))
+        for entry, data in entries
+    ]

@@ -1,0 +1,190 @@
+"""Jobs as their clients see them: accept, look at, cancel, wait for.
+
+Used by the API and the CLI. What workers do to jobs is in `scheduler.runs`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, cast
+
+import redis
+from redis.exceptions import OutOfMemoryError
+
+from scheduler import events, scripts, shadow
+from scheduler.config import JobsConfig
+from scheduler.queue import first_queue
+from scheduler.record import (
+    RESPONSE_ID,
+    STATUSES,
+    Accepted,
+    ConversationBusy,
+    IdempotencyConflict,
+    Job,
+    JobError,
+    JobNotFound,
+    NewJob,
+    QueueFull,
+    Status,
+    pack_ids,
+    parse,
+    unpack_ids,
+)
+from scheduler.serializer import pack
+
+#: What is told last about a cancelled job; OpenAI's clients know no event of that name.
+CANCELLED_EVENT = {"type": "response.incomplete", "status": "cancelled", "reason": "cancelled"}
+
+#: Jobs that may wait in one queue.
+MAX_WAITING = 10_000
+
+
+class Jobs:
+    """Accept, find, cancel and list jobs. Thread-safe; every call is one round trip or two."""
+
+    def __init__(self, client: redis.Redis, settings: JobsConfig | None = None) -> None:
+        self.client = client
+        self.settings = settings or JobsConfig()
+
+    def accept(self, new: NewJob) -> Accepted:
+        """Record a job, its prompt and first events and put it into its first queue, atomically.
+
+        The same id again is a duplicate: nothing changes. Raises IdempotencyConflict when its
+        digest differs, ConversationBusy with `lock` while the conversation has a live turn,
+        QueueFull, and JobError when Redis is out of memory.
+        """
+        if not RESPONSE_ID.match(new.id):
+            raise JobError(f"{new.id!r} is not a response id: use response_id()")
+        if new.lock and not new.conversation:
+            raise JobError("lock=True needs a conversation to lock")
+        prompt = pack_ids(new.prompt_ids)
+        tokens = len(prompt) // 4
+        if not 0 <= new.held_tokens < max(tokens, 1):
+            raise JobError(
+                f"held_tokens={new.held_tokens} does not fit a prompt of {tokens} tokens"
+            )
+        queue = first_queue(new.stage, new.node)
+        fields: dict[str, Any] = {
+            "stage": new.stage,
+            "queue": queue,
+            "owner": new.owner,
+            "model": new.model,
+            "request": pack(dict(new.request)),
+            "conversation": new.conversation or "",
+            "previous": new.previous or "",
+            "node": new.node,
+            "background": int(new.background),
+            "priority": new.priority,
+            "digest": new.digest,
+            "prompt_tokens": tokens,
+            "held_tokens": new.held_tokens,
+            "cancel": 0,
+        }
+        args = {
+            "id": new.id,
+            "digest": new.digest,
+            "locked": new.conversation if new.lock and new.conversation else "",
+            "stage": new.stage,
+            "queue": queue,
+            "max_waiting": MAX_WAITING,
+            "deadline": new.deadline,
+            "fields": [item for pair in fields.items() for item in pair],
+            "events": [pack(dict(event)) for event in new.events],
+            "shadow": shadow.fields(new.id, new.stage, queue, tokens),
+        }
+        try:
+            answer, detail = scripts.call(self.client, "accept", args, prompt)
+        except OutOfMemoryError:
+            raise JobError(
+                "Redis has no memory left for another job: raise its maxmemory or wait"
+            ) from None
+        match answer.decode():
+            case "busy":
+                raise ConversationBusy(str(new.conversation), detail.decode())
+            case "conflict":
+                raise IdempotencyConflict(
+                    f"the idempotency key of {new.id} was used with another request: use a new key"
+                )
+            case "full":
+                raise QueueFull(f"{MAX_WAITING} jobs wait in {queue!r} already: try again later")
+            case outcome:
+                return Accepted(new.id, outcome == "duplicate")
+
+    def get(self, resp: str, *, prompt: bool = False) -> Job:
+        """The present record, with the prompt's token ids on request. Raises JobNotFound."""
+        pipe = self.client.pipeline(transaction=False)
+        pipe.hgetall(f"tandem:job:{resp}")
+        if prompt:
+            pipe.get(f"tandem:prompt:{resp}")
+        answers = pipe.execute()
+        return parse(resp, answers[0], (answers[1] or b"") if prompt else b"")
+
+    def prompt_ids(self, resp: str) -> list[int]:
+        """Token ids of a job's prompt. Raises JobNotFound."""
+        data = cast("bytes | None", self.client.get(f"tandem:prompt:{resp}"))
+        if data is None:
+            raise JobNotFound(f"no prompt of {resp}: check the id")
+        return unpack_ids(data)
+
+    def cancel(self, resp: str) -> Status:
+        """Cancel a job and return its status after the call.
+
+        "cancelled" at once where nothing runs. A running one keeps its status until its worker
+        acts, at the next chunk or step; one that has ended stays as it is. Raises JobNotFound.
+        """
+        args = {
+            "id": resp,
+            "iso": shadow.iso_now(),
+            "cancelled": [pack(CANCELLED_EVENT)],
+            "keep": int(self.settings.result_days * 86_400),
+            "shadow_ttl": shadow.SHADOW_TTL,
+        }
+        status = scripts.call(self.client, "cancel", args).decode()
+        if not status:
+            raise JobNotFound(f"no job {resp}: check the id")
+        return cast(Status, status)
+
+    def list(self, states: Iterable[Status] | None = None, limit: int = 100) -> list[Job]:
+        """At most `limit` jobs in the given states (all by default), last accepted first."""
+        wanted = tuple(states) if states is not None else STATUSES
+        pipe = self.client.pipeline(transaction=False)
+        for status in wanted:
+            pipe.zrevrange(f"tandem:jobs:{status}", 0, limit - 1)
+        ids = [member.decode() for members in pipe.execute() for member in members]
+        for resp in ids:
+            pipe.hgetall(f"tandem:job:{resp}")
+        found = [parse(resp, raw) for resp, raw in zip(ids, pipe.execute(), strict=True) if raw]
+        return sorted(found, key=lambda job: job.created_at, reverse=True)[:limit]
+
+    def counts(self) -> dict[Status, int]:
+        """How many jobs are in each state (terminal ones: within their lifetime)."""
+        pipe = self.client.pipeline(transaction=False)
+        for status in STATUSES:
+            pipe.zcard(f"tandem:jobs:{status}")
+        return dict(zip(STATUSES, pipe.execute(), strict=True))
+
+    def position(self, resp: str) -> int | None:
+        """How many jobs are before this one in its queue; None where it does not wait."""
+        job = self.get(resp)
+        if job.ended or job.run:
+            return None
+        entry = shadow.shadow_id(resp, job.stage)
+        found = self.client.lpos(f"{shadow.PREFIX}:queue:{job.queue}", entry)
+        return None if found is None else int(cast(int, found))
+
+    def wait(self, resp: str, timeout: float) -> Job:
+        """The job once it has ended. Raises TimeoutError after `timeout` s, and JobNotFound."""
+        deadline = time.monotonic() + timeout
+        job = self.get(resp)
+        after = job.events - 1
+        while not job.ended:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{resp} is still {job.status} after {timeout:g} s")
+            new = events.read(self.client, resp, after, block=left)
+            after = new[-1].seq if new else after
+            if new and not events.is_terminal(new[-1].data):
+                continue
+            job = self.get(resp)
+        return job

@@ -1,0 +1,16 @@
+-- Append events of a run. args.first: number of the first one, as its writer counts.
+-- Returns {ok | lost | done | behind, count of events}.
+local key = record(args.id)
+local seq = tonumber(redis.call('HGET', key, 'seq') or '0')
+local why = foreign(args.id, args.run)
+if why then return {why, seq} end
+if args.first > seq then return {'behind', seq} end
+local fresh = {}
+for i = seq - args.first + 1, #args.events do fresh[#fresh + 1] = args.events[i] end
+if #fresh > 0 then seq = append(args.id, fresh) end
+if args.tokens then
+  redis.call('HSETNX', key, 't_first_token', stamp(NOW))
+  local status, stage = unpack(redis.call('HMGET', key, 'status', 'stage'))
+  if stage == 'decode' then move(args.id, status, 'decoding') end
+end
+return {'ok', seq}

@@ -1,0 +1,104 @@
+-- Shared by every script; prepended to it. One call = one atomic step on our record and on the
+-- keys of its RQ shadow. Keys are built from ids, so the server must not be a cluster.
+local RQ = '@RQ@'
+local args = cmsgpack.unpack(ARGV[1])
+local TERMINAL = {completed = true, incomplete = true, failed = true, cancelled = true}
+
+local clock = redis.call('TIME')
+local NOW = tonumber(clock[1]) + tonumber(clock[2]) / 1e6
+local function stamp(t) return string.format('%.6f', t) end
+
+local function record(id) return 'tandem:job:' .. id end
+local function shadow_id(id, stage) return id .. (stage == 'decode' and '-d' or '-p') end
+local function shadow(jid) return RQ .. ':job:' .. jid end
+
+local function wake(queue)
+  local key = 'tandem:wake:' .. queue
+  redis.call('LPUSH', key, '1')
+  redis.call('LTRIM', key, 0, 0)
+end
+
+-- Change the state, its index and its time together.
+local function move(id, old, new)
+  if old == new then return end
+  if old then redis.call('ZREM', 'tandem:jobs:' .. old, id) end
+  redis.call('ZADD', 'tandem:jobs:' .. new, stamp(NOW), id)
+  redis.call('HSET', record(id), 'status', new, 't_' .. new, stamp(NOW))
+end
+
+-- Append packed events; entry id = number of the event + 1. Returns the count of events.
+local function append(id, events)
+  local seq = tonumber(redis.call('HGET', record(id), 'seq') or '0')
+  for _, event in ipairs(events) do
+    seq = seq + 1
+    redis.call('XADD', 'tandem:events:' .. id, seq .. '-0', 'e', event)
+  end
+  redis.call('HSET', record(id), 'seq', seq)
+  return seq
+end
+
+-- Put the RQ job of a stage into its queue. `fields`: flat list, made by RQ's own Job.to_dict().
+local function enqueue(id, stage, queue, fields, front)
+  local jid = shadow_id(id, stage)
+  if fields then
+    redis.call('DEL', shadow(jid))
+    redis.call('HSET', shadow(jid), unpack(fields))
+  else
+    redis.call('HSET', shadow(jid), 'status', 'queued', 'worker_name', '')
+    redis.call('PERSIST', shadow(jid))
+  end
+  redis.call(front and 'LPUSH' or 'RPUSH', RQ .. ':queue:' .. queue, jid)
+  redis.call('SADD', RQ .. ':queues', RQ .. ':queue:' .. queue)
+  wake(queue)
+end
+
+-- End one execution: RQ's registries of what runs, and our lease.
+local function leave(id, stage, queue, run, worker)
+  local jid = shadow_id(id, stage)
+  local member = jid .. ':' .. run
+  redis.call('ZREM', RQ .. ':wip:' .. queue, member)
+  redis.call('DEL', RQ .. ':execution:' .. member)
+  redis.call('ZREM', RQ .. ':executions:' .. jid, run)
+  redis.call('SREM', RQ .. ':worker:' .. worker .. ':executions', member)
+  redis.call('ZREM', 'tandem:leases', id)
+end
+
+-- Give the RQ job of a stage its last status. `registry`: finished | failed | canceled.
+local function close(id, stage, queue, registry, ttl, exception)
+  local jid = shadow_id(id, stage)
+  for _, name in ipairs({'finished', 'failed', 'canceled'}) do
+    redis.call('ZREM', RQ .. ':' .. name .. ':' .. queue, jid)
+  end
+  local key = RQ .. ':' .. registry .. ':' .. queue
+  redis.call('ZREMRANGEBYSCORE', key, 0, stamp(registry == 'canceled' and NOW - ttl or NOW))
+  if redis.call('EXISTS', shadow(jid)) == 0 then return end
+  redis.call('HSET', shadow(jid), 'status', registry, 'ended_at', args.iso)
+  if exception then redis.call('HSET', shadow(jid), 'exc_info', exception) end
+  redis.call('EXPIRE', shadow(jid), ttl)
+  redis.call('ZADD', key, stamp(registry == 'canceled' and NOW or NOW + ttl), jid)
+end
+
+-- The one way into a terminal state: its event, its record, its locks and its lifetimes.
+local function finish(id, status, events, fields)
+  local key = record(id)
+  local old, locked = unpack(redis.call('HMGET', key, 'status', 'locked'))
+  append(id, events)
+  if fields and #fields > 0 then redis.call('HSET', key, unpack(fields)) end
+  move(id, old, status)
+  if locked and redis.call('GET', 'tandem:turn:' .. locked) == id then
+    redis.call('DEL', 'tandem:turn:' .. locked)
+  end
+  redis.call('ZREM', 'tandem:leases', id)
+  for _, name in ipairs({key, 'tandem:events:' .. id, 'tandem:prompt:' .. id}) do
+    redis.call('EXPIRE', name, args.keep)
+  end
+  redis.call('ZREMRANGEBYSCORE', 'tandem:jobs:' .. status, 0, stamp(NOW - args.keep))
+end
+
+-- nil where `run` is the record's live execution, otherwise why it is not: done | lost.
+local function foreign(id, run)
+  local status, current = unpack(redis.call('HMGET', record(id), 'status', 'run'))
+  if not status or current ~= run then return 'lost' end
+  if TERMINAL[status] then return 'done' end
+  return nil
+end

@@ -1,0 +1,250 @@
+"""What a job is: its states, its record in Redis, and the errors that concern it.
+
+A response, its job and its turn share one id. The record (`tandem:job:<id>`, a hash) is the truth;
+RQ's jobs `<id>-p` and `<id>-d` are the visible shadows of its two stages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+import sys
+import uuid
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from scheduler.serializer import unpack
+
+Status = Literal[
+    "queued",
+    "prefilling",
+    "handing_off",
+    "decoding",
+    "completed",
+    "incomplete",
+    "failed",
+    "cancelled",
+]
+Stage = Literal["prefill", "decode"]
+Priority = Literal["interactive", "normal", "batch"]
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+TERMINAL: frozenset[Status] = frozenset(("completed", "incomplete", "failed", "cancelled"))
+LIVE: frozenset[Status] = frozenset(STATUSES) - TERMINAL
+
+RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}\Z")
+
+
+class JobError(Exception):
+    """A job cannot be accepted, found or continued; one line with cause and cure."""
+
+
+class JobNotFound(JobError):
+    """No record of that id: never accepted here, or older than jobs.result_days."""
+
+
+class ConversationBusy(JobError):
+    """The conversation has a live turn; `holder` is its response id."""
+
+    def __init__(self, conversation: str, holder: str) -> None:
+        super().__init__(
+            f"conversation {conversation} is busy with {holder}: wait for it, cancel it, "
+            "or branch with previous_response_id"
+        )
+        self.holder = holder
+
+
+class IdempotencyConflict(JobError):
+    """The idempotency key was used before, with another request."""
+
+
+class QueueFull(JobError):
+    """As many jobs wait as the configuration allows."""
+
+
+def response_id(owner: str = "", key: str | None = None) -> str:
+    """A new response id; with an idempotency key always the same one for `owner` and `key`."""
+    if key is None:
+        return f"resp_{uuid.uuid4().hex}"
+    digest = hashlib.blake2b(digest_size=16, person=b"tandem-response")
+    digest.update(struct.pack("<Q", len(owner.encode())) + owner.encode() + key.encode())
+    return f"resp_{digest.hexdigest()}"
+
+
+def pack_ids(ids: Sequence[int] | bytes) -> bytes:
+    """Token ids as uint32 little-endian; bytes are taken to be that already."""
+    if isinstance(ids, bytes):
+        if len(ids) % 4:
+            raise JobError(f"prompt of {len(ids)} bytes is not a row of 32-bit token ids")
+        return ids
+    values = array("I", ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of `pack_ids`."""
+    values = array("I", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What `Jobs.accept` needs to know.
+
+    `prompt_ids`: the whole prompt, cached part included; `held_tokens`: how many of them a stored
+    state covers. `stage`: "prefill", or "decode" where the decode node `node` prefills by itself.
+    `lock`: refuse a second live turn on `conversation`. `digest`: hash of the request body, which
+    tells a repeated submission from another one under the same key. `deadline`: seconds from now
+    within which the first token is wanted.
+    """
+
+    id: str
+    model: str
+    request: Mapping[str, Any]
+    prompt_ids: Sequence[int] | bytes
+    owner: str = ""
+    conversation: str | None = None
+    previous: str | None = None
+    lock: bool = False
+    stage: Stage = "prefill"
+    node: str = "local"
+    held_tokens: int = 0
+    background: bool = False
+    priority: Priority = "normal"
+    deadline: float | None = None
+    digest: str = ""
+    events: Sequence[Mapping[str, Any]] = (
+        {"type": "response.created"},
+        {"type": "response.queued"},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """`duplicate`: the job existed already and nothing was changed."""
+
+    id: str
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a decode ended. `events` are appended in the terminal step, before its event."""
+
+    status: Literal["completed", "incomplete"] = "completed"
+    reason: str = ""
+    output: Mapping[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    path: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] = ()
+    computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A snapshot of a record. Times are seconds of Redis TIME."""
+
+    id: str
+    status: Status
+    stage: Stage
+    owner: str
+    model: str
+    request: dict[str, Any]
+    conversation: str | None
+    previous: str | None
+    node: str
+    queue: str
+    background: bool
+    priority: Priority
+    created_at: float
+    times: dict[Status, float]
+    first_token_at: float | None
+    prompt_tokens: int
+    held_tokens: int
+    prefilled_tokens: int
+    computed_tokens: int
+    run: str
+    worker: str
+    attempts: int
+    cancel: bool
+    events: int
+    handoff: dict[str, Any] | None
+    output: dict[str, Any] | None
+    usage: dict[str, Any] | None
+    error: dict[str, Any] | None
+    reason: str
+    path: dict[str, Any]
+    prompt: bytes = b""
+
+    @property
+    def ended(self) -> bool:
+        """True in a terminal state."""
+        return self.status in TERMINAL
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that no held state covers."""
+        return self.prompt_tokens - self.held_tokens
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the prompt; empty where the snapshot was read without them."""
+        return unpack_ids(self.prompt)
+
+
+def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
+    """A Job from the fields of its record. Raises JobNotFound when there are none."""
+    if b"status" not in raw:
+        raise JobNotFound(f"no job {resp}: check the id; results are kept for jobs.result_days")
+
+    def text(name: str) -> str:
+        return raw.get(name.encode(), b"").decode()
+
+    def number(name: str) -> int:
+        return int(raw.get(name.encode(), b"0"))
+
+    def packed(name: str) -> dict[str, Any] | None:
+        data = raw.get(name.encode())
+        return cast("dict[str, Any]", unpack(data)) if data else None
+
+    first = text("t_first_token")
+    return Job(
+        id=resp,
+        status=cast(Status, text("status")),
+        stage=cast(Stage, text("stage")),
+        owner=text("owner"),
+        model=text("model"),
+        request=packed("request") or {},
+        conversation=text("conversation") or None,
+        previous=text("previous") or None,
+        node=text("node"),
+        queue=text("queue"),
+        background=text("background") == "1",
+        priority=cast(Priority, text("priority")),
+        created_at=float(text("created_at")),
+        times={s: float(text(f"t_{s}")) for s in STATUSES if text(f"t_{s}")},
+        first_token_at=float(first) if first else None,
+        prompt_tokens=number("prompt_tokens"),
+        held_tokens=number("held_tokens"),
+        prefilled_tokens=number("prefilled_tokens"),
+        computed_tokens=number("computed_tokens"),
+        run=text("run"),
+        worker=text("worker"),
+        attempts=number("attempts"),
+        cancel=text("cancel") == "1",
+        events=number("seq"),
+        handoff=packed("handoff"),
+        output=packed("output"),
+        usage=packed("usage"),
+        error=packed("error"),
+        reason=text("reason"),
+        path=packed("path") or {},
+        prompt=prompt,
+    )

@@ -1,0 +1,70 @@
+"""The Lua scripts: every change of a job is one call of one of them, atomic in Redis."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import msgpack
+import redis
+from redis.exceptions import NoScriptError
+from rq.defaults import RQ_KEY_PREFIX
+
+if not re.fullmatch(r"[A-Za-z0-9_.:-]+", RQ_KEY_PREFIX):
+    raise ImportError(
+        f"RQ_KEY_PREFIX={RQ_KEY_PREFIX!r}: use only letters, digits, '_', '.', ':' and '-'"
+    )
+
+
+@functools.cache
+def source(name: str) -> str:
+    """Text of script `name`, shared functions included."""
+    folder = resources.files("scheduler") / "lua"
+    parts = ("lib.lua", f"{name}.lua")
+    text = "".join((folder / part).read_text(encoding="utf-8") for part in parts)
+    return text.replace("@RQ@", RQ_KEY_PREFIX)
+
+
+@functools.cache
+def digest(name: str) -> str:
+    """The server's name for the script: SHA-1 of its text."""
+    return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
+
+
+def _argument(args: Mapping[str, Any]) -> bytes:
+    # Lua's cmsgpack knows the raw types only, not msgpack's later bin and str8.
+    return bytes(msgpack.packb(args, use_bin_type=False))
+
+
+def call(client: redis.Redis, name: str, args: Mapping[str, Any], *raw: bytes) -> Any:
+    """Run one script. `args` travel as one msgpack map, `raw` as further arguments."""
+    argv = (_argument(args), *raw)
+    try:
+        return client.evalsha(digest(name), 0, *argv)
+    except NoScriptError:
+        return client.eval(source(name), 0, *argv)
+
+
+def call_many(client: redis.Redis, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
+    """Run several scripts in one round trip, in order, each atomic by itself.
+
+    An answer may be an exception, as with redis pipelines. Where the server has forgotten a script
+    (it was restarted), all calls are sent again: scripts that go through here recognise a repeat.
+    """
+
+    def send() -> list[Any]:
+        pipe = client.pipeline(transaction=False)
+        for name, args in calls:
+            pipe.evalsha(digest(name), 0, _argument(args))
+        return list(pipe.execute(raise_on_error=False))
+
+    answers = send()
+    if any(isinstance(answer, NoScriptError) for answer in answers):
+        for name in {name for name, _ in calls}:
+            client.script_load(source(name))
+        answers = send()
+    return answers
