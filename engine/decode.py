@@ -47,9 +47,9 @@ class Event:
     """What one step brought for one row.
 
     `token` stands at `position` of the whole conversation (None in an event without a token),
-    `text` is what has become certain. The last event of a row has `finish` and hands back the state:
-    `caches` hold exactly `ids`, built by the forwards in `schedule` ([length, count], ...), and
-    `pending` must be fed next. `widths` counts the row's decode steps by batch width.
+    `text` is what has become certain. The last event of a row has `finish` and hands back the
+    state: `caches` hold exactly `ids`, built by the forwards in `schedule` ([length, count], ...),
+    and `pending` must be fed next. `widths` counts the row's decode steps by batch width.
     """
 
     uid: int

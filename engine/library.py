@@ -43,7 +43,7 @@ def resolve(name: str, models_dir: Path, progress: Progress | None = None) -> Pa
     if name == DEFAULT_MODEL:
         return _default(models_dir.expanduser(), report)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         check(path)
         return path.resolve()
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):

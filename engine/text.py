@@ -86,10 +86,12 @@ class TextStream:
         if not self._stop:
             return delta
         text = self._held + delta
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop]
+        found = [ends for ends in found if ends[1] >= 0]
         if found:
+            # The one that is complete first, however the text was cut into tokens.
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
