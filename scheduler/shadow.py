@@ -7,7 +7,7 @@ could be imported: our workers know what to do from the queue they serve.
 from __future__ import annotations
 
 import zlib
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from rq.defaults import RQ_KEY_PREFIX
@@ -32,7 +32,7 @@ def shadow_id(resp: str, stage: Stage) -> str:
 
 def iso_now() -> str:
     """Local time in RQ's format; shown to people, compared with nothing."""
-    return str(utcformat(datetime.now(timezone.utc)))
+    return str(utcformat(datetime.now(UTC)))
 
 
 def fields(resp: str, stage: Stage, queue: str, tokens: int) -> list[Any]:

@@ -1,0 +1,224 @@
+"""The decode worker's loop: many jobs at once in one batch; no Redis on the step's path."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from scheduler import events
+from scheduler.config import decode_queue
+from scheduler.execution import Execution, Finished
+from scheduler.outbox import Outbox
+from scheduler.queue import wait_for_work
+from scheduler.record import Job, Result
+from scheduler.redis_client import AWAY, connect
+from scheduler.runs import Outcome, Runs, SendBack
+from scheduler.worker import LoopWorker
+
+log = logging.getLogger("tandem.decode")
+
+#: Seconds between two calls of an idle engine.
+_IDLE_WAIT = 0.05
+
+
+class DecodeEngine(Protocol):
+    """What the loop asks of the batch engine. All calls come from the main thread."""
+
+    def free(self) -> int:
+        """How many jobs can be added now."""
+        ...
+
+    def add(self, execution: Execution, job: Job) -> None:
+        """Start a job. Raising fails it; SendBack has it prefilled again.
+
+        `execution.replay` holds what an earlier run emitted: it is fed, not emitted again.
+        """
+        ...
+
+    def step(self) -> Sequence[Finished]:
+        """One step of all rows; tokens go out through `execution.emit`."""
+        ...
+
+    def cancel(self, execution: Execution) -> None:
+        """Drop a row (cancelled, lost or handed back). Unknown ones are ignored."""
+        ...
+
+    def idle(self) -> bool:
+        """Called while no row is live; True asks to be called again at once."""
+        ...
+
+    def drain(self) -> None:
+        """Last call: save what must not be lost."""
+        ...
+
+
+class DecodeLoop(LoopWorker):
+    """Takes jobs from the queue of this decode node, as many as the engine has room for."""
+
+    role = "decode"
+
+    def __init__(self, url: str, engine: DecodeEngine, **options: Any) -> None:
+        super().__init__(url, decode_queue(options.get("node", "local")), **options)
+        self._engine = engine
+        self._outbox = Outbox(connect(url, patience=0))
+        self._rows: list[Execution] = []
+        self._inbox: deque[Execution] = deque()
+        self._wanted = 0
+        self._changed = threading.Condition()
+
+    def _serve(self) -> None:
+        self._outbox.start()
+        taker = threading.Thread(target=self._take, name="take", daemon=True)
+        taker.start()
+        try:
+            while not (self.stopping and not self._rows and not self._inbox):
+                self._admit()
+                self._sweep()
+                if self.out_of_time:
+                    self._hand_back_all()
+                elif self._rows:
+                    for finished in self._engine.step():
+                        self._close(finished)
+                elif not self._engine.idle():
+                    with self._changed:
+                        if not self._inbox:
+                            self._changed.wait(_IDLE_WAIT)
+        except BaseException:
+            # The engine is broken: its rows run elsewhere, counted as attempts.
+            for execution in [*self._rows, *self._inbox]:
+                self.settle(execution, partial(self.runs.reclaim, execution.job, dead=True))
+            raise
+        finally:
+            taker.join(3.0)
+            self._hand_back_all()
+            self._outbox.close(max(2.0, self.settings.lease_seconds / 2))
+        self._closers.shutdown(wait=True)
+        self._engine.drain()
+
+    # --- rows --------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while True:
+            with self._changed:
+                execution = self._inbox.popleft() if self._inbox else None
+            if execution is None:
+                break
+            if self.stopping:
+                self._settle_after(execution, partial(self.runs.hand_back, execution.job))
+                continue
+            try:
+                self._engine.add(execution, execution.job)
+            except SendBack as error:
+                log.info("%s goes back to prefill: %s", execution.job.id, error)
+                self._settle_after(execution, partial(self.runs.send_back, execution.job))
+            except Exception as error:
+                self._close(Finished(execution, error=error))
+            else:
+                self._rows.append(execution)
+        with self._changed:
+            self._wanted = self._engine.free() - len(self._inbox)
+            self._changed.notify_all()
+
+    def _sweep(self) -> None:
+        """Drop rows whose job was cancelled or given to somebody else."""
+        for execution in [row for row in self._rows if row.cancelled or row.lost]:
+            self._engine.cancel(execution)
+            self._rows.remove(execution)
+            if execution.lost:
+                self.drop(execution)
+            else:
+                self._settle_after(execution, partial(self.runs.cancelled, execution.job))
+
+    def _hand_back_all(self) -> None:
+        for execution in self._rows:
+            self._engine.cancel(execution)
+        with self._changed:
+            waiting = list(self._inbox)
+            self._inbox.clear()
+        for execution in [*self._rows, *waiting]:
+            self._settle_after(execution, partial(self.runs.hand_back, execution.job))
+        self._rows.clear()
+
+    def _close(self, finished: Finished) -> None:
+        """An execution has ended in the engine: settle it behind its events."""
+        execution = finished.execution
+        if execution in self._rows:
+            self._rows.remove(execution)
+        self._outbox.then(execution, lambda: self._submit(self._settle_finished, finished))
+
+    def _settle_after(self, execution: Execution, step: Any) -> None:
+        self._outbox.then(execution, lambda: self._submit(self.settle, execution, step))
+
+    def _submit(self, function: Any, *arguments: Any) -> None:
+        try:
+            self._closers.submit(function, *arguments)
+        except RuntimeError:  # shut down: the process is about to end
+            function(*arguments)
+
+    def _settle_finished(self, finished: Finished) -> None:
+        """On a background thread, after the events: make the turn durable, then end the job."""
+        execution, error = finished.execution, finished.error
+        if execution.lost:
+            self.drop(execution)
+            return
+        if error is None and finished.commit is not None:
+            try:
+                finished.commit()
+            except Exception as failure:
+                error = failure
+        if error is not None or finished.result is None:
+            self.fail(execution, error or RuntimeError("the engine gave no result"))
+            return
+        result = finished.result
+        self.settle(execution, lambda: self._finish(execution, result))
+
+    def _finish(self, execution: Execution, result: Result) -> Outcome:
+        first = execution.first + len(execution.log)
+        outcome = self.runs.finish(execution.job, result, first)
+        if outcome == "behind":
+            # Redis came back without its last moments; it gets the whole run again.
+            packed = [event.data for event in execution.log]
+            tokens = any(event.tokens for event in execution.log)
+            self.runs.append(execution.job, execution.first, packed, tokens)
+            outcome = self.runs.finish(execution.job, result, first)
+        return outcome
+
+    # --- the taking thread -------------------------------------------------------------------
+
+    def _take(self) -> None:
+        client = connect(self.url, patience=0)
+        runs = Runs(client, self.settings)
+        pause = 0.05
+        while not self.stopping:
+            with self._changed:
+                if self._wanted <= 0:
+                    self._changed.wait(0.2)
+                    continue
+            try:
+                job = runs.take(self.queue, self.name, self.holder)
+                if job is None:
+                    wait_for_work(client, self.queue)
+                    continue
+                execution = Execution(
+                    job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
+                )
+                self.hold(execution)
+                if job.first_token_at is not None:
+                    execution.replay = events.replay(client, job.id)
+                if job.cancel:
+                    execution.mark_cancelled()
+                pause = 0.05
+            except AWAY as error:
+                log.warning("Redis is away (%s)", error)
+                self._ended.wait(pause)
+                pause = min(2 * pause, 1.0)
+                continue
+            with self._changed:
+                self._inbox.append(execution)
+                self._wanted -= 1
+                self._changed.notify_all()
+        client.close()

@@ -1,0 +1,159 @@
+"""Which workers there are: a registry whose entries live as long as their owner refreshes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import redis
+
+from scheduler.redis_client import AWAY, connect
+from scheduler.serializer import pack, unpack
+
+log = logging.getLogger("tandem.nodes")
+
+NodeState = Literal["starting", "ready", "draining"]
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One worker process. `link`: host:port of its receiver; `secret`: shared with its senders,
+    new at every boot; `rpc`: socket of its store; `facts`: anything else worth showing."""
+
+    role: Role
+    name: str
+    queue: str = ""
+    state: NodeState = "starting"
+    fingerprint: str = ""
+    link: str = ""
+    secret: str = ""
+    rpc: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    boot: str = field(default_factory=lambda: secrets.token_hex(8))
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+
+    @property
+    def key(self) -> str:
+        """Redis key of the entry."""
+        return f"tandem:node:{self.role}:{self.name}"
+
+
+class Nodes:
+    """Reads the registry."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def list(self, role: Role | None = None) -> list[Node]:
+        """All live nodes, sorted by role and name."""
+        pattern = f"tandem:node:{role or '*'}:*"
+        keys = sorted(self._client.scan_iter(pattern, count=500))
+        values = cast("list[bytes | None]", self._client.mget(keys)) if keys else []
+        return [node for value in values if value and (node := _parse(value))]
+
+    def get(self, role: Role, name: str) -> Node | None:
+        """One node, or None where it does not live."""
+        value = cast("bytes | None", self._client.get(f"tandem:node:{role}:{name}"))
+        return _parse(value) if value else None
+
+    def wait_for(self, role: Role, name: str, timeout: float, state: NodeState = "ready") -> Node:
+        """The node once it is in `state`. Raises TimeoutError after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            node = self.get(role, name)
+            if node is not None and node.state == state:
+                return node
+            if time.monotonic() >= deadline:
+                seen = f"is {node.state}" if node else "has not reported"
+                raise TimeoutError(f"{role} node {name!r} {seen} after {timeout:g} s")
+            time.sleep(0.05)
+
+
+class Presence:
+    """Keeps the entry of this process alive from a thread; a context manager.
+
+    After the process dies the entry lasts `ttl` seconds more. `stop` removes it at once.
+    """
+
+    def __init__(self, url: str, node: Node, ttl: float = 6.0) -> None:
+        self._url = url
+        self._node = node
+        self._ttl = ttl
+        self._changed = threading.Event()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+
+    @property
+    def node(self) -> Node:
+        """The entry as it is now."""
+        return self._node
+
+    def start(self) -> Presence:
+        """Publish the entry and keep it alive."""
+        self._thread.start()
+        return self
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the entry; published at once, from the thread."""
+        with self._lock:
+            self._node = dataclasses.replace(self._node, **changes)
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Remove the entry and end the thread."""
+        self._stopped.set()
+        self._changed.set()
+        self._thread.join(5.0)
+
+    def __enter__(self) -> Presence:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        client = connect(self._url, timeout=2.0, patience=0)
+        while not self._stopped.is_set():
+            self._changed.clear()
+            node = self._node
+            try:
+                value = pack(dataclasses.asdict(node))
+                client.set(node.key, value, px=int(self._ttl * 1000))
+            except AWAY as error:
+                log.warning("presence: Redis is away (%s)", error)
+                self._stopped.wait(0.3)
+                continue
+            self._changed.wait(self._ttl / 3)
+        try:
+            # A successor may have taken the name already: its entry stays.
+            value_now = client.get(self._node.key)
+            current = _parse(cast(bytes, value_now)) if value_now else None
+            if current is not None and current.boot == self._node.boot:
+                client.delete(self._node.key)
+        except AWAY:
+            pass
+        client.close()
+
+
+def _parse(value: bytes) -> Node | None:
+    try:
+        return Node(**unpack(value))
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,138 @@
+"""Events on their way to Redis, off the decode step's path.
+
+The step thread appends to a queue in memory; one thread writes it, all executions of a moment in
+one round trip. While Redis is away the queue grows to its bound, then the step thread waits:
+tokens are late, none is lost. Events keep their number, so that sending twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from scheduler import scripts
+from scheduler.execution import Execution, Pending
+from scheduler.redis_client import AWAY
+from scheduler.runs import append_call
+
+log = logging.getLogger("tandem.outbox")
+
+_BATCH = 512
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+
+
+class Outbox:
+    """A bounded queue of events and a thread that writes it."""
+
+    def __init__(self, client: redis.Redis, capacity: int = 10_000) -> None:
+        self._client = client
+        self._capacity = capacity
+        self._items: deque[tuple[Execution, Pending | Callable[[], None]]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+
+    def start(self) -> None:
+        """Start the writing thread."""
+        self._thread.start()
+
+    def put(self, execution: Execution, events: list[Pending]) -> None:
+        """Queue events of one execution; waits while `capacity` events are queued already."""
+        with self._changed:
+            while len(self._items) >= self._capacity and not self._closing:
+                self._changed.wait(0.5)
+            self._items.extend((execution, event) for event in events)
+            self._changed.notify_all()
+
+    def then(self, execution: Execution, action: Callable[[], None]) -> None:
+        """Run `action` on the writing thread once everything queued for `execution` is written."""
+        with self._changed:
+            self._items.append((execution, action))
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> bool:
+        """Write what is queued for at most `seconds`; True when nothing is left."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._items and time.monotonic() < deadline:
+                self._changed.wait(0.05)
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
+        return not self._items
+
+    def _run(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            with self._changed:
+                while not self._items:
+                    if self._closing:
+                        return
+                    self._changed.wait(1.0)
+                batch = [self._items[i] for i in range(min(_BATCH, len(self._items)))]
+            try:
+                done = self._write(batch)
+                pause = _FIRST_PAUSE
+            except AWAY as error:
+                if self._closing:
+                    return
+                log.warning("Redis is away (%s); %d events wait", error, len(self._items))
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                continue
+            with self._changed:
+                for _ in range(done):
+                    self._items.popleft()
+                self._changed.notify_all()
+
+    def _write(self, batch: list[tuple[Execution, Pending | Callable[[], None]]]) -> int:
+        """Write the events up to the first action, or run that action; how many items it was."""
+        head = batch[0]
+        if not isinstance(head[1], Pending):
+            head[1]()
+            return 1
+        count = 0
+        fresh: dict[Execution, list[Pending]] = {}
+        for execution, item in batch:
+            if not isinstance(item, Pending):
+                break
+            fresh.setdefault(execution, []).append(item)
+            count += 1
+        numbered = [
+            (execution, execution.first + len(execution.log), events)
+            for execution, events in fresh.items()
+            if not execution.lost
+        ]
+        self._send(numbered)
+        for execution, _, events in numbered:
+            execution.log.extend(events)
+        return count
+
+    def _send(self, numbered: list[tuple[Execution, int, list[Pending]]]) -> None:
+        calls = [
+            append_call(e.job, first, [p.data for p in events], any(p.tokens for p in events))
+            for e, first, events in numbered
+        ]
+        answers: list[Any] = scripts.call_many(self._client, calls) if calls else []
+        for (execution, _, events), answer in zip(numbered, answers, strict=True):
+            if isinstance(answer, AWAY):
+                raise answer
+            if isinstance(answer, Exception):
+                log.error("events of %s are refused: %s", execution.job.id, answer)
+                execution.mark_lost()
+                continue
+            outcome, seq = answer[0].decode(), int(answer[1])
+            if outcome == "behind" and seq >= execution.first:
+                # Redis came back without its last moments: it is told them again.
+                missing = execution.log[seq - execution.first :]
+                self._send([(execution, seq, [*missing, *events])])
+            elif outcome != "ok":
+                log.warning("run %s of %s is %s", execution.id, execution.job.id, outcome)
+                execution.mark_lost()

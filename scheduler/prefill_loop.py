@@ -1,0 +1,129 @@
+"""The prefill worker's loop: one prompt computed at a time, hand-offs finishing behind it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from scheduler.execution import Execution
+from scheduler.queue import decode_queue, prefill_queue, wait_for_work
+from scheduler.record import Job
+from scheduler.redis_client import AWAY, connect
+from scheduler.runs import Cancelled, Drain, Lost, Outcome
+from scheduler.worker import LoopWorker
+
+log = logging.getLogger("tandem.prefill")
+
+#: Called at every chunk boundary with the count of prompt tokens prefilled so far.
+Check = Callable[[int], None]
+
+#: Finishes a hand-off: returns its facts (bytes, seconds, path) once the decode node has it all.
+Tail = Callable[[], Mapping[str, Any]]
+
+
+class PrefillEngine(Protocol):
+    """What the loop asks of the process that holds the model."""
+
+    def prefill(self, execution: Execution, job: Job, check: Check) -> Tail:
+        """Compute a prompt on this thread, sending what is finished.
+
+        `check` raises Cancelled, Drain or Lost at a chunk boundary: free what is held and let it
+        pass. Any other exception fails the job. The returned tail runs on a background thread
+        while the next prompt is computed; when it raises, the decode node prefills by itself.
+        """
+        ...
+
+
+class PrefillLoop(LoopWorker):
+    """Takes prompts from the shared `prefill` queue.
+
+    `tails`: how many finished prompts may be on their way to a decode node while the next one is
+    computed. More would only pile up state in this machine's memory.
+    """
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        url: str,
+        engine: PrefillEngine,
+        *,
+        tails: int = 2,
+        route: Callable[[Job], str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(url, prefill_queue(), **options)
+        self._engine = engine
+        self._route = route or (lambda job: decode_queue(job.node))
+        self._room = threading.BoundedSemaphore(tails)
+        # Blocking reads have a connection of their own.
+        self._waiter = connect(url, patience=0)
+
+    def _serve(self) -> None:
+        pause = 0.05
+        while not self.stopping:
+            if not self._room.acquire(timeout=0.2):
+                continue
+            job = None
+            try:
+                job = self.runs.take(self.queue, self.name, self.holder)
+                if job is None:
+                    wait_for_work(self._waiter, self.queue)
+                pause = 0.05
+            except AWAY as error:
+                log.warning("Redis is away (%s)", error)
+                self._ended.wait(pause)
+                pause = min(2 * pause, 1.0)
+            if job is None:
+                self._room.release()
+                continue
+            self._one(job)
+
+    def _one(self, job: Job) -> None:
+        execution = Execution(job, _progress=self._beat_now.set)
+        self.hold(execution)
+        settled = True
+        try:
+            self.check(execution, job.held_tokens)
+            tail = self._engine.prefill(
+                execution, job, lambda prefilled: self.check(execution, prefilled)
+            )
+            settled = False
+            self._closers.submit(self._hand_off, execution, tail)
+        except Lost:
+            self.drop(execution)
+        except Cancelled:
+            self.settle_soon(execution, lambda: self.runs.cancelled(job))
+        except Drain:
+            self.settle_soon(execution, lambda: self.runs.hand_back(job))
+        except Exception as error:
+            self.fail(execution, error)
+        finally:
+            if settled:
+                self._room.release()
+
+    def _hand_off(self, execution: Execution, tail: Tail) -> None:
+        """On a background thread: finish the transfer, then the stage."""
+        job, prefilled = execution.job, execution.prefilled
+        try:
+            if self._announce(job, prefilled) == "lost":
+                execution.mark_lost()
+            try:
+                facts = dict(tail())
+            except Exception as error:
+                log.warning("hand-off of %s failed", job.id, exc_info=error)
+                facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
+            queue = self._route(job)
+            self.settle(execution, lambda: self.runs.finish_prefill(job, facts, queue, prefilled))
+        except Exception:
+            log.exception("the hand-off of %s ended in an error of the loop", job.id)
+        finally:
+            self._room.release()
+
+    def _announce(self, job: Job, prefilled: int) -> Outcome:
+        try:
+            return self.runs.handing_off(job, prefilled)
+        except AWAY:
+            return "ok"  # only the state's display is late; the finishing step decides

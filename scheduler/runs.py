@@ -1,0 +1,242 @@
+"""Jobs as their workers see them: take, renew, append, finish, hand back.
+
+Every step names the run that the worker holds (an RQ execution id). A run that is no longer the
+record's changes nothing: its worker learns that it has lost the job. Every step may be sent twice,
+because a connection that breaks leaves open whether the server acted.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import redis
+
+from scheduler import scripts, shadow
+from scheduler.config import JobsConfig
+from scheduler.jobs import CANCELLED_EVENT
+from scheduler.queue import PREFILL
+from scheduler.record import Job, Result, parse
+from scheduler.serializer import pack
+
+#: "done": this very run ended the job before. "lost": the job belongs to somebody else.
+Outcome = Literal["ok", "done", "lost", "cancel", "behind"]
+Release = Literal["requeued", "failed", "cancelled", "kept", "lost", "done"]
+Call = tuple[str, dict[str, Any]]
+
+IN_PROGRESS = {"type": "response.in_progress"}
+
+
+class Lost(Exception):
+    """The run's lease ran out and the job was given away: stop, and change nothing."""
+
+
+class Cancelled(Exception):
+    """The job was cancelled: stop at once."""
+
+
+class Drain(Exception):
+    """The worker is to stop: leave the job at this chunk boundary; it will be handed back."""
+
+
+class SendBack(Exception):
+    """A decode cannot begin here (its state is gone): the job is to be prefilled again."""
+
+
+class Runs:
+    """The fenced steps of running jobs. Thread-safe."""
+
+    def __init__(self, client: redis.Redis, settings: JobsConfig | None = None) -> None:
+        self.client = client
+        self.settings = settings or JobsConfig()
+
+    def take(self, queue: str, worker: str, holder: str, run: str | None = None) -> Job | None:
+        """Start the next job of `queue`, or None. `worker`: RQ worker name; `holder`: role:node.
+
+        A call repeated with the same `run` gets the same job.
+        """
+        args = {
+            "queue": queue,
+            "worker": worker,
+            "holder": holder,
+            "run": run or uuid.uuid4().hex,
+            "lease": self.settings.lease_seconds,
+            "iso": shadow.iso_now(),
+            "first": [pack(IN_PROGRESS)],
+            "blank": shadow.fields("unknown", "prefill", queue, 0),
+        }
+        answer = scripts.call(self.client, "take", args)
+        if answer is None:
+            return None
+        resp, flat, prompt = answer
+        return parse(resp.decode(), dict(zip(flat[::2], flat[1::2], strict=True)), prompt)
+
+    def renew(
+        self,
+        queue: str,
+        worker: str,
+        fields: Mapping[str, Any],
+        runs: Sequence[tuple[str, str, int]],
+    ) -> list[Literal["ok", "lost", "cancel"]]:
+        """One heartbeat: the worker's registration in RQ (`fields`) and its leases.
+
+        `runs`: (response id, run, prefilled tokens or -1). Answers in the same order.
+        """
+        args = {
+            "queue": queue,
+            "worker": worker,
+            "fields": [item for pair in fields.items() for item in pair],
+            "ttl": self.settings.lease_seconds * 2 + 60,
+            "lease": self.settings.lease_seconds,
+            "iso": shadow.iso_now(),
+            "runs": [list(entry) for entry in runs],
+        }
+        answers = scripts.call(self.client, "renew", args)
+        return [answer.decode() for answer in answers]
+
+    def handing_off(self, job: Job, prefilled: int = -1) -> Outcome:
+        """The prefill is computed and its state is under way."""
+        args = {"id": job.id, "run": job.run, "prefilled": prefilled}
+        return self._outcome("handing_off", args)
+
+    def finish_prefill(
+        self, job: Job, handoff: Mapping[str, Any], queue: str, prefilled: int = -1
+    ) -> Outcome:
+        """End the prefill stage and enqueue the decode job in `queue`, in one step.
+
+        `handoff`: facts (bytes, seconds, path). "cancel": it was cancelled meanwhile and has ended.
+        """
+        args = {
+            **self._common(),
+            "id": job.id,
+            "run": job.run,
+            "prefilled": prefilled,
+            "handoff": pack(dict(handoff)),
+            "queue": queue,
+            "shadow": shadow.fields(job.id, "decode", queue, job.prompt_tokens),
+        }
+        return self._outcome("prefilled", args)
+
+    def append(self, job: Job, first: int, events: Sequence[bytes], tokens: bool) -> Outcome:
+        """Append packed events, of which the first has number `first`."""
+        name, args = append_call(job, first, events, tokens)
+        return cast(Outcome, scripts.call(self.client, name, args)[0].decode())
+
+    def finish(self, job: Job, result: Result, first: int = -1) -> Outcome:
+        """End a decode: completed or incomplete. The event is the last of the log."""
+        name, args = self.finish_call(job, result, first)
+        return self._outcome(name, args)
+
+    def fail(self, job: Job, code: str, message: str) -> Outcome:
+        """End a job with an error that its client sees."""
+        name, args = self.fail_call(job, code, message)
+        return self._outcome(name, args)
+
+    def cancelled(self, job: Job, output: Mapping[str, Any] | None = None) -> Outcome:
+        """End a job that its worker stopped because it was cancelled; `output`: what there was."""
+        name, args = self.cancelled_call(job, output)
+        return self._outcome(name, args)
+
+    def hand_back(self, job: Job) -> Release:
+        """Let the job wait again, first in its queue; no attempt is counted."""
+        return self._release(job.id, job.run, "back", job)
+
+    def send_back(self, job: Job) -> Release:
+        """Let a decode job be prefilled again. "failed" after `max_attempts` such returns."""
+        return self._release(job.id, job.run, "prefill", job)
+
+    def reclaim(self, job: Job, *, dead: bool) -> Release:
+        """Take a job from a run whose lease ran out, or whose holder is `dead` for certain."""
+        return self._release(job.id, job.run, "dead" if dead else "expired", job)
+
+    # The calls that an outbox sends many of at a time.
+
+    def finish_call(self, job: Job, result: Result, first: int) -> Call:
+        """Script call of `finish`."""
+        last: dict[str, Any] = {"type": f"response.{result.status}", "status": result.status}
+        if result.reason:
+            last["reason"] = result.reason
+        fields: dict[str, Any] = {
+            "output": pack(dict(result.output)),
+            "usage": pack(dict(result.usage)),
+            "path": pack(dict(result.path)),
+            "computed_tokens": result.computed_tokens,
+            "reason": result.reason,
+        }
+        packed = [pack(dict(event)) for event in (*result.events, last)]
+        return self._end(job, result.status, packed, fields, first)
+
+    def fail_call(self, job: Job, code: str, message: str) -> Call:
+        """Script call of `fail`."""
+        error = {"code": code, "message": message}
+        last = {"type": "response.failed", "status": "failed", "error": error}
+        name, args = self._end(job, "failed", [pack(last)], {"error": pack(error)}, -1)
+        return name, {**args, "exception": shadow.exception_text(f"{code}: {message}")}
+
+    def cancelled_call(self, job: Job, output: Mapping[str, Any] | None) -> Call:
+        """Script call of `cancelled`."""
+        fields: dict[str, Any] = {"reason": "cancelled"}
+        if output is not None:
+            fields["output"] = pack(dict(output))
+        return self._end(job, "cancelled", [pack(CANCELLED_EVENT)], fields, -1)
+
+    def _end(
+        self, job: Job, status: str, events: list[bytes], fields: dict[str, Any], first: int
+    ) -> Call:
+        return "finish", {
+            **self._common(),
+            "id": job.id,
+            "run": job.run,
+            "status": status,
+            "first": first,
+            "events": events,
+            "fields": [item for pair in fields.items() for item in pair],
+        }
+
+    def _release(
+        self, resp: str, run: str, mode: Literal["back", "prefill", "expired", "dead"], job: Job
+    ) -> Release:
+        stage, queue = (job.stage, job.queue) if mode != "prefill" else ("prefill", PREFILL)
+        message = (
+            f"its prefilled state was lost {self.settings.max_attempts} times"
+            if mode == "prefill"
+            else f"its worker died or froze {job.attempts} times; "
+            f"the last was {job.worker or 'unknown'}"
+        )
+        error = {"code": "worker_lost", "message": message}
+        args = {
+            **self._common(),
+            "id": resp,
+            "run": run,
+            "mode": mode,
+            "max_attempts": self.settings.max_attempts,
+            "queue": queue,
+            "shadow": shadow.fields(resp, stage, queue, job.prompt_tokens),
+            "error": pack(error),
+            "exception": shadow.exception_text(message),
+            "failed": [pack({"type": "response.failed", "status": "failed", "error": error})],
+        }
+        return cast(Release, scripts.call(self.client, "release", args).decode())
+
+    def _common(self) -> dict[str, Any]:
+        return {
+            "iso": shadow.iso_now(),
+            "keep": int(self.settings.result_days * 86_400),
+            "shadow_ttl": shadow.SHADOW_TTL,
+            "cancelled": [pack(CANCELLED_EVENT)],
+        }
+
+    def _outcome(self, name: str, args: Mapping[str, Any]) -> Outcome:
+        return cast(Outcome, scripts.call(self.client, name, args).decode())
+
+
+def append_call(job: Job, first: int, events: Sequence[bytes], tokens: bool) -> Call:
+    """Script call of `Runs.append`."""
+    return "append", {
+        "id": job.id,
+        "run": job.run,
+        "first": first,
+        "events": list(events),
+        "tokens": tokens,
+    }
