@@ -1,0 +1,256 @@
+"""Accepts links from any number of senders and hands verified pieces to a sink."""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from transport import auth, versions
+from transport.errors import LinkError
+from transport.frame import MAX_PART, MIN_PART
+from transport.inbound import Inbound
+from transport.protocol import Ack, Hello, Nack
+from transport.session import Session
+from transport.sink import Sink
+from transport.wire import Connection
+
+MAX_STRANGERS = 32
+"""Connections that may be in their handshake at once; more are closed at accept."""
+MAX_LINKS = 64
+REMEMBERED = 4096
+"""Finished transfers whose repetition is acknowledged without being taken again."""
+HANDSHAKE_SECONDS = 3.0
+
+
+class Receiver:
+    """Listens on one port per address, from construction until `close`.
+
+    `deadline` (seconds) bounds every wait for a peer; `part` is the payload size of one frame.
+    Raises LinkError if an address cannot be bound or the secret is too short.
+    """
+
+    def __init__(
+        self,
+        host: str | Sequence[str],
+        port: int,
+        secret: bytes,
+        sink: Sink,
+        deadline: float = 10.0,
+        *,
+        node: str = "local",
+        part: int = 1 << 20,
+    ) -> None:
+        if not MIN_PART <= part <= MAX_PART:
+            raise LinkError(f"part size {part} is not in {MIN_PART}..{MAX_PART}", "protocol")
+        self.sink = sink
+        self.deadline = deadline
+        self.part = part
+        self._secret = auth.check_secret(secret)
+        self._hello = versions.hello(node)
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, Session] = {}
+        self._running: dict[str, Inbound] = {}
+        self._finished: OrderedDict[str, int] = OrderedDict()
+        self._threads: set[threading.Thread] = set()
+        self._strangers: set[Connection] = set()
+        self._closing = False
+        hosts = [host] if isinstance(host, str) else list(host)
+        self._listeners = [_listen(name, port) for name in hosts]
+        self._wake_read, self._wake_write = socket.socketpair()
+        self.addresses: list[tuple[str, int]] = [
+            listener.getsockname()[:2] for listener in self._listeners
+        ]
+        self.address = self.addresses[0]
+        self.spawn("accept", self._accept)
+
+    def abort(self, transfer: str, reason: str) -> bool:
+        """Give up a transfer from this side; False if there is none to give up."""
+        with self._lock:
+            inbound = self._running.get(transfer)
+        return inbound is not None and inbound.abort("aborted", f"receiver: {reason}")
+
+    def stats(self) -> dict[str, int]:
+        """Counts that are all zero, but for `finished`, when nothing is connected or under way."""
+        with self._lock:
+            return {
+                "links": len(self._sessions),
+                "transfers": len(self._running),
+                "finished": len(self._finished),
+                "threads": max(0, len(self._threads) - 1),  # but for the one that accepts
+            }
+
+    def close(self) -> None:
+        """Stop listening, end every link (their transfers are aborted), wait for the threads."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            sessions = list(self._sessions.values())
+            strangers = list(self._strangers)
+        self._wake_write.send(b"x")
+        for stranger in strangers:
+            stranger.kill()
+        for session in sessions:
+            session.fail(LinkError("the receiver is closing", "aborted"))
+        limit = time.monotonic() + 2 * self.deadline
+        while (thread := self._any_thread()) is not None and time.monotonic() < limit:
+            thread.join(max(0.0, limit - time.monotonic()))
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # -- for sessions -----------------------------------------------------------------------
+
+    def spawn(self, name: str, work: Callable[..., None], *args: object) -> None:
+        """Run `work` in a thread that `close` waits for."""
+
+        def run() -> None:
+            try:
+                work(*args)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=f"link-{name}", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+
+    def enter(self, inbound: Inbound) -> Ack | Nack | None:
+        """Register an attempt; an Ack or Nack if there is nothing to admit.
+
+        An older attempt of the same transfer is given up first, and its sink told.
+        """
+        offer = inbound.offer
+        limit = time.monotonic() + self.deadline
+        while True:
+            with self._lock:
+                if self._closing:
+                    return Nack(offer.number, "aborted", "the receiver is closing")
+                if offer.transfer in self._finished:
+                    return Ack(offer.number, self._finished[offer.transfer], duplicate=True)
+                older = self._running.get(offer.transfer)
+                if older is None:
+                    self._running[offer.transfer] = inbound
+                    return None
+            if older.offer.attempt >= offer.attempt:
+                reason = f"attempt {older.offer.attempt} of this transfer is under way"
+                return Nack(offer.number, "stale", reason)
+            older.abort("aborted", "a newer attempt was offered")
+            if not older.settled.wait(max(0.0, limit - time.monotonic())):
+                return Nack(offer.number, "busy", "an older attempt is still being cleared away")
+
+    def leave(self, inbound: Inbound, *, done: bool) -> None:
+        """The attempt is over and the sink knows."""
+        transfer = inbound.offer.transfer
+        with self._lock:
+            if self._running.get(transfer) is inbound:
+                del self._running[transfer]
+            if done:
+                self._finished[transfer] = inbound.nbytes
+                while len(self._finished) > REMEMBERED:
+                    self._finished.popitem(last=False)
+
+    # -- accepting --------------------------------------------------------------------------
+
+    def _any_thread(self) -> threading.Thread | None:
+        with self._lock:
+            return next(iter(self._threads - {threading.current_thread()}), None)
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            for listener in self._listeners:
+                selector.register(listener, selectors.EVENT_READ)
+            while not self._closing:
+                for key, _ in selector.select(self.deadline):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj in self._listeners:
+                        self._accept_one(key.fileobj)
+        for listener in self._listeners:
+            listener.close()
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            time.sleep(0.05)  # out of descriptors: the listener stays readable, so do not spin
+            return
+        connection = Connection(sock, min(self.deadline, HANDSHAKE_SECONDS))
+        with self._lock:
+            welcome = len(self._strangers) < MAX_STRANGERS and not self._closing
+            if welcome:
+                self._strangers.add(connection)
+        if welcome:
+            self.spawn("handshake", self._serve, connection)
+        else:
+            connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            try:
+                preamble = auth.demand(connection, self._secret)
+                connection.set_deadline(self.deadline)
+                if preamble.role == auth.CONTROL:
+                    session = self._open(preamble.link, connection)
+                else:
+                    session = self._join(preamble.link, preamble.index, connection)
+            finally:
+                with self._lock:
+                    self._strangers.discard(connection)
+            if preamble.role == auth.DATA:
+                session.serve_data(preamble.index, connection)
+                return
+            try:
+                session.serve_control()
+            finally:
+                with self._lock:
+                    self._sessions.pop(preamble.link, None)
+        except LinkError:
+            pass  # a stranger, or a peer that gave up in its handshake: dropped without a word
+        finally:
+            connection.close()
+
+    def _open(self, link: bytes, connection: Connection) -> Session:
+        session = Session(self, link, secrets.randbits(64), connection)
+        with self._lock:
+            if self._closing or link in self._sessions or len(self._sessions) >= MAX_LINKS:
+                raise LinkError("no room for another link", "busy")
+            self._sessions[link] = session
+        try:
+            auth.welcome(connection)
+            session.peer = _greet(session, replace(self._hello, epoch=session.epoch))
+        except LinkError:
+            with self._lock:
+                del self._sessions[link]
+            raise
+        return session
+
+    def _join(self, link: bytes, index: int, connection: Connection) -> Session:
+        with self._lock:
+            session = self._sessions.get(link)
+        if session is None:
+            raise LinkError("a data stream of a link that is not there", "protocol")
+        session.attach(index, connection)
+        auth.welcome(connection)
+        return session
+
+
+def _greet(session: Session, mine: Hello) -> Hello:
+    theirs = session.control.receive()
+    if not isinstance(theirs, Hello):
+        raise LinkError("the first message was not a hello", "protocol")
+    session.control.send(mine)  # also where versions differ: both ends then name both
+    versions.compare(mine, theirs)
+    return theirs
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=64)
+    except OSError as error:
+        raise LinkError(f"cannot listen on {host}:{port}: {error}", "failed") from None

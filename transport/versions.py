@@ -1,0 +1,47 @@
+"""What this end is made of, told in Hello and compared there."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+from store.codec.header import FORMAT
+from transport.errors import LinkError
+from transport.protocol import PROTOCOL, Hello
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def system() -> str:
+    """Operating system and its version; on macOS the product version, which RDMA depends on."""
+    mac = platform.mac_ver()[0]
+    return f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
+
+
+def hello(node: str) -> Hello:
+    """This process's Hello, without importing mlx."""
+    return Hello(
+        node=node,
+        protocol=PROTOCOL,
+        codec=FORMAT,
+        tandem=_version("tandem-serve"),
+        mlx=_version("mlx"),
+        system=system(),
+    )
+
+
+def compare(mine: Hello, theirs: Hello) -> None:
+    """Raise LinkError, naming both versions, if a difference breaks the wire."""
+    for what, name in (("protocol", "link protocol"), ("codec", "state format")):
+        a, b = getattr(mine, what), getattr(theirs, what)
+        if a != b:
+            raise LinkError(
+                f"{name} {a} here (Tandem {mine.tandem}), {b} on {theirs.node} "
+                f"(Tandem {theirs.tandem}); install the same Tandem on both",
+                "version",
+            )
