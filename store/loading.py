@@ -1,0 +1,151 @@
+"""Loading a state: pieces copied out of the map and verified, in order of their tokens.
+
+Every part is read in a short transaction of its own and nothing of the map outlives it, so a slow
+reader neither keeps freed pages from being reused nor sees them reused under it. The copy is what
+is verified. Damage ends the reader early: what it gave before is the longest verified prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from store.blocks import KINDS, PART_BYTES, Blocks, Record, seal
+from store.codec.header import CodecError, Piece, parse
+from store.environment import Environment
+from store.errors import StoreError
+from store.states import Pins, StateRef
+
+log = logging.getLogger(__name__)
+
+Buffers = Callable[[int], memoryview]
+"""Gives writable memory of exactly the asked number of bytes."""
+
+
+def plain_buffer(nbytes: int) -> memoryview:
+    """Fresh memory from the heap."""
+    return memoryview(bytearray(nbytes))
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a reader has given so far. `tokens` positions of rows are verified."""
+
+    turn: str
+    wanted: int
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    snapshot: bool = False
+    damage: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """All rows and the snapshot were given and verified."""
+        return self.snapshot and self.tokens == self.wanted and not self.damage
+
+
+class StateReader:
+    """An iterator over the pieces of one stored state: rows in order, then the snapshot.
+
+    The state is pinned against eviction until the reader is exhausted, closed or collected. Use it
+    as a context manager. `report` tells how far it came.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        blocks: Blocks,
+        pins: Pins,
+        ref: StateRef,
+        objects: list[tuple[bytes, Record]],
+        ids: bytes,
+        buffers: Buffers,
+        note_damage: Callable[[bytes], None],
+    ) -> None:
+        self.ref = ref
+        self.report = LoadReport(turn=ref.turn, wanted=ref.tokens)
+        self._environment = environment
+        self._blocks = blocks
+        self._objects = objects
+        self._ids = ids
+        self._buffers = buffers
+        self._note_damage = note_damage
+        self._at = 0
+        pins.add(ref.turn)
+        self._release = weakref.finalize(self, pins.remove, ref.turn)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        if self._at >= len(self._objects) or self.report.damage:
+            self.close()
+            raise StopIteration
+        ident, record = self._objects[self._at]
+        began = time.perf_counter()
+        try:
+            piece = self._read(ident, record)
+        except (StoreError, CodecError) as error:
+            self.report.damage.append(str(error))
+            self._note_damage(ident)
+            log.error("state of %s: %s; the rest is a miss", self.ref.turn, error)
+            self.close()
+            raise StopIteration from None
+        self._at += 1
+        self.report.seconds += time.perf_counter() - began
+        self.report.nbytes += record.nbytes
+        if piece.header.kind == "snapshot":
+            self.report.snapshot = True
+            self.close()
+        else:
+            self.report.tokens = record.stop
+        return piece
+
+    def _read(self, ident: bytes, record: Record) -> Piece:
+        with self._environment.read() as txn:
+            packed, ids = self._blocks.header(txn, ident, record)
+        header = parse(packed)
+        if ids != self._ids[4 * record.start : 4 * record.stop]:
+            raise StoreError(f"block {ident.hex()} was saved for other token ids")
+        if (
+            KINDS[header.kind], header.start, header.stop, header.nbytes, header.chain,
+            header.fingerprint,
+        ) != (
+            record.kind, record.start, record.stop, record.nbytes, record.chain,
+            self.ref.fingerprint,
+        ):  # fmt: skip
+            raise StoreError(f"the header of block {ident.hex()} contradicts its record")
+        payload = self._buffers(record.nbytes)
+        if record.small:
+            with self._environment.read() as txn:
+                payload[:] = self._blocks.small_payload(txn, ident, record)
+            return Piece(header, payload)
+        digests = []
+        for number in range(record.parts):
+            into = payload[number * PART_BYTES : (number + 1) * PART_BYTES]
+            with self._environment.read() as txn:
+                digests.append(self._blocks.copy_part(txn, ident, record, number, into))
+        if seal(digests) != record.seal:
+            raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
+        return Piece(header, payload)
+
+    def close(self) -> None:
+        """Release the pin; more pieces are not given. Calling it twice is harmless."""
+        self._at = len(self._objects)
+        self._release()
+
+    def __enter__(self) -> StateReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,262 @@
+"""Saving a state: bulk data first, then one small transaction that makes it visible.
+
+Between the two the new objects are listed in `pend` with no reference; a crash there leaves only
+what the next open frees. A reader sees the old state or the new one, never a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from store import pages
+from store.blocks import ROOT, SNAPSHOT, Blocks, Prepared, Record, prepare
+from store.codec.header import Piece
+from store.environment import VALUE_BYTES, Environment, Txn
+from store.errors import StoreError, StoreGap
+from store.eviction import Evictor
+from store.states import Pins, State, States
+from store.turns import Turns
+
+log = logging.getLogger(__name__)
+PARTS_PER_COMMIT = 64
+"""Bulk values in one transaction: LMDB keeps them in memory until the commit (64 MiB), and a
+turn's record waits for at most one such commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one save wrote. `bytes_written` counts whole values and pages, padding included."""
+
+    bytes_written: int
+    blocks_new: int
+    blocks_shared: int
+    evicted: int
+    seconds: float
+
+
+class Saver:
+    """Writes states; one at a time (`lock` also keeps deletion and eviction out meanwhile)."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        blocks: Blocks,
+        turns: Turns,
+        states: States,
+        evictor: Evictor,
+        pins: Pins,
+        lock: threading.RLock,
+        damaged: set[bytes],
+    ) -> None:
+        self._environment = environment
+        self._blocks = blocks
+        self._turns = turns
+        self._states = states
+        self._evictor = evictor
+        self._pins = pins
+        self._lock = lock
+        self._damaged = damaged
+
+    def save(
+        self, turn_id: str, pieces: Sequence[Piece], snapshot: Piece, base: str | None
+    ) -> SaveReport:
+        """See `store.store.Store.save_state`."""
+        began = time.monotonic()
+        with self._environment.read() as txn:
+            turn = self._turns.get(txn, turn_id)
+            if turn is None:
+                raise StoreError(f"there is no turn {turn_id}: store the turn before its state")
+            ids = self._turns.ids(txn, turn_id)
+        _check(pieces, snapshot, len(ids) // 4, turn.fingerprint)
+        for piece in (*pieces, snapshot):
+            piece.verify()
+        with self._lock:
+            first = pieces[0].header if pieces else snapshot.header
+            start = first.start if pieces else snapshot.header.stop
+            chain = first.parent if pieces else snapshot.header.chain
+            base_id, holders = self._base(turn_id, base, start, chain)
+            items = _prepare_all(pieces, snapshot, base_id, ids)
+            with self._pins.hold([*holders, turn_id]):
+                evicted, new = self._make_room(items, base_id)
+                self._write(new)
+                head = items[-2].ident if pieces else base_id
+                state = State(
+                    turn=turn_id,
+                    conversation=turn.conversation,
+                    fingerprint=snapshot.header.fingerprint,
+                    tokens=snapshot.header.stop,
+                    nbytes=self._row_bytes(base_id) + sum(item.record.nbytes for item in items),
+                    head=head,
+                    snap=items[-1].ident,
+                    created=time.time(),
+                    used=time.time(),
+                )
+                self._guarded(partial(self._publish, items=new, state=state))
+        return SaveReport(
+            bytes_written=sum(_written(item) for item in new),
+            blocks_new=sum(item.record.kind != SNAPSHOT for item in new),
+            blocks_shared=len(pieces) - sum(item.record.kind != SNAPSHOT for item in new),
+            evicted=evicted,
+            seconds=time.monotonic() - began,
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def _base(
+        self, turn_id: str, base: str | None, start: int, chain: bytes
+    ) -> tuple[bytes, list[str]]:
+        """The stored block that ends at `start` with hash `chain`, and the turns that hold it.
+
+        The state of `base`, of the turn itself or of its nearest ancestor that has the block is
+        preferred to any other with equal tokens, so that the bits stay those of one computation.
+        """
+        if start == 0:
+            return ROOT, []
+        with self._environment.read() as txn:
+            at: str | None = base if base is not None else turn_id
+            while at is not None:
+                state = self._states.get(txn, at)
+                if state is not None:
+                    for ident, record in reversed(self._blocks.line(txn, state.head)):
+                        if record.stop == start and record.chain == chain:
+                            return ident, [at]
+                        if record.stop < start:
+                            break
+                at = self._turns.parent(txn, at)
+            for ident in self._blocks.by_chain(txn, chain):
+                record_or_none = self._blocks.get(txn, ident)
+                if record_or_none is not None and record_or_none.stop == start:
+                    return ident, []
+        raise StoreGap(f"nothing stored ends at token {start} of turn {turn_id}: save all of it")
+
+    def _make_room(self, items: list[Prepared], base_id: bytes) -> tuple[int, list[Prepared]]:
+        """Evict for what is not stored yet; returns (states evicted, objects to write)."""
+        evicted = 0
+        new = self._missing(items)
+        while True:
+            need = sum(self._cost(item.record) for item in new) + 64
+            evicted += self._evictor.make_room(need)
+            again = self._missing(items)
+            if len(again) == len(new):
+                break
+            new = again  # the eviction freed blocks that this state shares
+        self._environment.check_disk(need)
+        with self._environment.read() as txn:
+            if base_id != ROOT and self._blocks.get(txn, base_id) is None:
+                raise StoreGap("the base of this state was evicted meanwhile: save all of it")
+        return evicted, new
+
+    def _missing(self, items: list[Prepared]) -> list[Prepared]:
+        missing = []
+        with self._environment.read() as txn:
+            for item in items:
+                record = self._blocks.get(txn, item.ident)
+                if record is None or item.ident in self._damaged:
+                    missing.append(item)
+                    continue
+                try:
+                    held = self._blocks.header(txn, item.ident, record)[1]
+                except StoreError:
+                    self._damaged.add(item.ident)
+                    missing.append(item)
+                    continue
+                if held != item.ids:
+                    raise StoreError(
+                        f"block {item.ident.hex()} is stored for other tokens (a hash collision): "
+                        "this state is not saved"
+                    )
+        return missing
+
+    def _write(self, items: list[Prepared]) -> None:
+        """Phase one, in transactions of at most PARTS_PER_COMMIT values."""
+        with self._environment.read() as txn:
+            rewritten = {item.ident for item in items if self._blocks.get(txn, item.ident)}
+        steps: list[Callable[[Txn], None]] = []
+        weight = 0
+        for item in items:
+            if item.ident in rewritten:
+                steps.append(partial(self._blocks.rewrite, item=item))
+            else:
+                steps.append(partial(self._blocks.begin, item=item))
+            for number in range(item.record.parts):
+                steps.append(partial(self._blocks.write_part, item=item, number=number))
+                weight += 1
+                if weight == PARTS_PER_COMMIT:
+                    self._guarded(partial(_run, steps=steps))
+                    steps, weight = [], 0
+        if steps:
+            self._guarded(partial(_run, steps=steps))
+        self._damaged.difference_update(item.ident for item in items)
+
+    def _publish(self, txn: Txn, items: list[Prepared], state: State) -> None:
+        for item in items:
+            self._blocks.publish(txn, item.ident)
+        self._states.publish(txn, state)
+
+    def _guarded(self, work: Callable[[Txn], None]) -> None:
+        """Run a transaction of a save; if it fails, free what the save has written so far."""
+        try:
+            self._environment.write(work)
+        except BaseException:
+            try:
+                self._environment.write(self._blocks.recover)
+            except StoreError as error:
+                log.warning("leftovers of a failed save stay until the next start: %s", error)
+            raise
+
+    def _row_bytes(self, head: bytes) -> int:
+        with self._environment.read() as txn:
+            return sum(record.nbytes for _, record in self._blocks.line(txn, head))
+
+    def _cost(self, record: Record) -> int:
+        """Pages that an object takes, its small records included (rounded up)."""
+        small = pages.parts_of(self._environment, record.nbytes) if record.small else 0
+        return record.parts * self._environment.value_pages + small + 1
+
+
+def _run(txn: Txn, steps: list[Callable[[Txn], None]]) -> None:
+    for step in steps:
+        step(txn)
+
+
+def _written(item: Prepared) -> int:
+    """Bytes put for an object: whole values, its ids and header, a small payload."""
+    small = item.record.nbytes if item.record.small else 0
+    return item.record.parts * VALUE_BYTES + len(item.ids) + small
+
+
+def _prepare_all(
+    pieces: Sequence[Piece], snapshot: Piece, base: bytes, ids: bytes
+) -> list[Prepared]:
+    items = []
+    parent = base
+    for piece in pieces:
+        held = ids[4 * piece.header.start : 4 * piece.header.stop]
+        items.append(prepare(piece, parent, held))
+        parent = items[-1].ident
+    items.append(prepare(snapshot, ROOT, b""))
+    return items
+
+
+def _check(pieces: Sequence[Piece], snapshot: Piece, n_ids: int, fingerprint: bytes) -> None:
+    """Raise StoreError unless the pieces join, end at the snapshot and belong to the turn."""
+    head = snapshot.header
+    if head.kind != "snapshot" or any(piece.header.kind != "rows" for piece in pieces):
+        raise StoreError("a state is pieces of rows and then one snapshot")
+    if not 0 < head.stop <= n_ids:
+        raise StoreError(f"a state of {head.stop} tokens for a turn of {n_ids} token ids")
+    if any(piece.header.fingerprint != head.fingerprint for piece in pieces):
+        raise StoreError("pieces of one state carry different model fingerprints")
+    if head.fingerprint != fingerprint:
+        raise StoreError("the state's model fingerprint is not its turn's")
+    for left, right in pairwise(pieces):
+        if left.header.stop != right.header.start or left.header.chain != right.header.parent:
+            raise StoreError(f"pieces do not join at token {left.header.stop}")
+    if pieces and (pieces[-1].header.stop != head.stop or pieces[-1].header.chain != head.chain):
+        raise StoreError(f"the rows do not end where the snapshot stands, at token {head.stop}")

@@ -1,0 +1,147 @@
+"""States: which blocks and which snapshot a turn's cache consists of, and when it was last used."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgpack
+
+from store.blocks import Blocks
+from store.environment import Environment, Txn
+from store.turns import check_id
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The stored state of one turn: `tokens` positions, held by `head` (last block) and `snap`."""
+
+    turn: str
+    conversation: str
+    fingerprint: bytes
+    tokens: int
+    nbytes: int
+    head: bytes
+    snap: bytes
+    created: float
+    used: float
+
+    def ref(self) -> StateRef:
+        """What callers outside the store see."""
+        return StateRef(
+            self.turn, self.conversation, self.fingerprint, self.tokens, self.nbytes,
+            self.created, self.used,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StateRef:
+    """A stored state: number of token positions, payload bytes and times (seconds since 1970)."""
+
+    turn: str
+    conversation: str
+    fingerprint: bytes
+    tokens: int
+    nbytes: int
+    created: float
+    used: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain msgpack types."""
+        return asdict(self)
+
+
+class Pins:
+    """Turns whose state is being read or written, counted in memory; eviction passes them over."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, turn: str) -> None:
+        """Pin once more."""
+        with self._lock:
+            self._counts[turn] += 1
+
+    def remove(self, turn: str) -> None:
+        """Undo one `add`."""
+        with self._lock:
+            self._counts[turn] -= 1
+            if self._counts[turn] <= 0:
+                del self._counts[turn]
+
+    @contextmanager
+    def hold(self, turns: list[str]) -> Iterator[None]:
+        """Pin several turns for the length of a block."""
+        for turn in turns:
+            self.add(turn)
+        try:
+            yield
+        finally:
+            for turn in turns:
+                self.remove(turn)
+
+    def __contains__(self, turn: str) -> bool:
+        return self._counts[turn] > 0 if turn in self._counts else False
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+
+def _use_key(state: State) -> bytes:
+    return int(state.used * 1e6).to_bytes(8, "big") + state.turn.encode()
+
+
+class States:
+    """State records and their order of use; every method works inside the caller's transaction."""
+
+    def __init__(self, environment: Environment, blocks: Blocks) -> None:
+        self._environment = environment
+        self._blocks = blocks
+
+    def get(self, txn: Txn, turn: str) -> State | None:
+        """The state of a turn, or None."""
+        found = txn.get(check_id(turn, "turn"), db=self._environment.state)
+        return None if found is None else State(**msgpack.unpackb(found))
+
+    def publish(self, txn: Txn, state: State) -> None:
+        """Make a state visible: reference its blocks, then release what the turn had before."""
+        self._blocks.ref(txn, state.head)
+        self._blocks.ref(txn, state.snap)
+        self.drop(txn, state.turn)
+        self._put(txn, state)
+
+    def drop(self, txn: Txn, turn: str) -> int:
+        """Remove a turn's state, if any; returns the bulk values freed."""
+        old = self.get(txn, turn)
+        if old is None:
+            return 0
+        txn.delete(_use_key(old), db=self._environment.lru)
+        txn.delete(turn.encode(), db=self._environment.state)
+        return self._blocks.unref(txn, old.snap) + self._blocks.unref(txn, old.head)
+
+    def touch(self, txn: Txn, turn: str, used: float) -> None:
+        """Set the time of last use, if the state exists and the time is later."""
+        old = self.get(txn, turn)
+        if old is not None and used > old.used:
+            txn.delete(_use_key(old), db=self._environment.lru)
+            self._put(txn, replace(old, used=used))
+
+    def oldest_first(self, txn: Txn) -> Iterator[str]:
+        """Turns that have a state, the longest unused first."""
+        for key in txn.cursor(db=self._environment.lru).iternext(keys=True, values=False):
+            yield bytes(key[8:]).decode()
+
+    def every(self, txn: Txn) -> Iterator[State]:
+        """All states in the order of their turns' ids."""
+        for value in txn.cursor(db=self._environment.state).iternext(keys=False, values=True):
+            yield State(**msgpack.unpackb(value))
+
+    def _put(self, txn: Txn, state: State) -> None:
+        packed = msgpack.packb(asdict(state))
+        txn.put(state.turn.encode(), packed, db=self._environment.state)
+        txn.put(_use_key(state), b"", db=self._environment.lru)

@@ -1,0 +1,360 @@
+"""The store: conversations, turns and states behind one object, safe to use from any thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from store.blocks import Blocks
+from store.codec.header import Piece
+from store.conversations import Conversations
+from store.environment import BEGIN_SECONDS, Environment, Txn
+from store.errors import StoreError
+from store.eviction import Evictor
+from store.loading import Buffers, StateReader, plain_buffer
+from store.saving import Saver, SaveReport
+from store.states import Pins, StateRef, States
+from store.turns import Turn, Turns, unpack_ids
+
+MAX_LIST = 1000
+
+
+class Store:
+    """The one owner of a store directory.
+
+    Records (turns, conversations) are durable against the death of the process when the call
+    returns; a power cut loses at most the last commit. States are evicted when room is needed,
+    records never.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.blocks = Blocks(environment)
+        self.turns = Turns(environment)
+        self.conversations = Conversations(environment, self.turns)
+        self.states = States(environment, self.blocks)
+        self.pins = Pins()
+        self.evictor = Evictor(environment, self.states, self.pins)
+        self.damaged: set[bytes] = set()
+        self.lock = threading.RLock()
+        self._saver = Saver(
+            environment, self.blocks, self.turns, self.states, self.evictor, self.pins,
+            self.lock, self.damaged,
+        )  # fmt: skip
+        self._touched: dict[str, float] = {}
+        self._touch_lock = threading.Lock()
+        self.recovered = environment.write(self.blocks.recover)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        size_bytes: int,
+        *,
+        create: bool = True,
+        begin_seconds: float = BEGIN_SECONDS,
+    ) -> Store:
+        """Open (or create) the store in directory `path` with a cap of `size_bytes`.
+
+        Frees what an interrupted save left. Raises StoreError if another process owns the
+        directory or the store has another format.
+        """
+        environment = Environment.open(path, size_bytes, create=create, begin_seconds=begin_seconds)
+        try:
+            return cls(environment)
+        except BaseException:
+            environment.close()
+            raise
+
+    def close(self) -> None:
+        """Write the times of use, flush and release the directory."""
+        try:
+            self.flush()
+        finally:
+            self.environment.close()
+
+    # ------------------------------------------------------------------ turns
+
+    def put_turn(self, turn: Turn, *, create: bool = True) -> None:
+        """Store a finished turn; durable on return. Storing the same turn again does nothing.
+
+        The conversation is created for the turn's owner if it does not exist and `create` is
+        true. Raises StoreError if the id is taken by another turn or the parent is not stored.
+        """
+
+        def work(txn: Txn) -> None:
+            if self.conversations.get(txn, turn.conversation) is None:
+                if not create:
+                    raise StoreError(f"there is no conversation {turn.conversation}")
+                created = turn.created or time.time()
+                self.conversations.create(txn, turn.conversation, turn.owner, created, {}, ())
+            if self.turns.put(txn, turn):
+                self.conversations.add_turn(txn, turn)
+
+        self.environment.write(work)
+
+    def get_turn(self, turn_id: str) -> Turn | None:
+        """The turn with its own ids and items, or None."""
+        with self.environment.read() as txn:
+            return self.turns.get(txn, turn_id)
+
+    def path(self, turn_id: str) -> list[Turn]:
+        """The turn and its ancestors, oldest first. Raises StoreError if one is missing."""
+        with self.environment.read() as txn:
+            return self.turns.path(txn, turn_id)
+
+    def turn_ids(self, turn_id: str) -> list[int]:
+        """All token ids up to the end of the turn. Raises StoreError if it is not stored."""
+        with self.environment.read() as txn:
+            return unpack_ids(self.turns.ids(txn, turn_id))
+
+    # ------------------------------------------------------------------ conversations
+
+    def create_conversation(
+        self,
+        ident: str,
+        owner: str = "",
+        metadata: dict[str, Any] | None = None,
+        items: Sequence[dict[str, Any]] = (),
+        created: float | None = None,
+    ) -> dict[str, Any]:
+        """Create a conversation (again by the same owner: no change) and return its record."""
+        at = time.time() if created is None else created
+
+        def work(txn: Txn) -> None:
+            self.conversations.create(txn, ident, owner, at, metadata or {}, items)
+
+        self.environment.write(work)
+        record = self.get_conversation(ident)
+        if record is None:
+            raise StoreError(f"conversation {ident} was deleted while it was created")
+        return record
+
+    def get_conversation(self, ident: str) -> dict[str, Any] | None:
+        """The record, or None.
+
+        Keys: id, owner, created, last_used (seconds), metadata, items (those it was created
+        with), head (turn id or None), turns (number), n_tokens (at the head), pinned, saved
+        (token positions of the head's stored state, 0 if none), bytes (of that state).
+        """
+        with self.environment.read() as txn:
+            record = self.conversations.get(txn, ident)
+            if record is None:
+                return None
+            metadata, items = self.conversations.contents(txn, ident)
+            return {**self._described(txn, record), "metadata": metadata, "items": items}
+
+    def list_conversations(
+        self, owner: str | None = None, limit: int = 20, after: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Up to `limit` (at most MAX_LIST) records, newest first, without metadata and items."""
+        with self.environment.read() as txn:
+            limit = max(0, min(limit, MAX_LIST))
+            page = self.conversations.page(txn, owner, limit, after)
+            return [self._described(txn, record) for record in page]
+
+    def conversation_turns(self, ident: str) -> list[str]:
+        """Ids of all turns of a conversation (all branches) in the order they were stored."""
+        with self.environment.read() as txn:
+            return self.conversations.turn_ids(txn, ident)
+
+    def update_conversation(self, ident: str, **changes: Any) -> dict[str, Any]:
+        """Change `metadata` (replaced whole), `pinned` or `last_used`; returns the new record."""
+        self.environment.write(lambda txn: self.conversations.update(txn, ident, changes))
+        record = self.get_conversation(ident)
+        if record is None:
+            raise StoreError(f"conversation {ident} was deleted while it was changed")
+        return record
+
+    def delete_conversation(self, ident: str) -> bool:
+        """Delete a conversation, its turns and their states; False if there is none."""
+
+        def work(txn: Txn) -> bool:
+            if self.conversations.get(txn, ident) is None:
+                return False
+            turns = self.conversations.turn_ids(txn, ident)
+            for turn in {*turns, *self.conversations.remove(txn, ident)}:
+                self.states.drop(txn, turn)
+            return True
+
+        with self.lock:
+            return self.environment.write(work)
+
+    def _described(self, txn: Txn, record: dict[str, Any]) -> dict[str, Any]:
+        head = record["head"]
+        state = None if head is None else self.states.get(txn, head)
+        return {
+            **record,
+            "saved": 0 if state is None else state.tokens,
+            "bytes": 0 if state is None else state.nbytes,
+        }
+
+    # ------------------------------------------------------------------ states
+
+    def save_state(
+        self,
+        turn_id: str,
+        pieces: Sequence[Piece],
+        snapshot: Piece,
+        *,
+        base: str | None = None,
+    ) -> SaveReport:
+        """Store the state of a turn: rows [start, n) in `pieces` and the snapshot at n.
+
+        The rows before `start` must be stored already: they are looked for in the state of
+        turn `base`, of the turn itself and of its ancestors (by the chained hash and position),
+        then anywhere. n is at most the number of the turn's token ids; the last one is usually
+        pending and not in the state. Replaces the turn's earlier state.
+
+        Raises StoreGap if the rows before `start` are not stored, StoreFull if there is no room,
+        StoreError or CodecError if pieces do not fit together; then nothing has changed.
+        """
+        return self._saver.save(turn_id, pieces, snapshot, base)
+
+    def known_prefix(self, chains: Sequence[bytes], turn_id: str | None = None) -> int:
+        """How many leading blocks, given by the chained hashes at their ends, are stored.
+
+        With `turn_id` only blocks of the states of that turn and its ancestors count; their bits
+        are those that the caller's cache was restored from or saved to.
+        """
+        with self.environment.read() as txn:
+            if turn_id is None:
+                return _leading(chains, lambda chain: bool(self.blocks.by_chain(txn, chain)))
+            best = 0
+            at: str | None = turn_id
+            while at is not None:
+                state = self.states.get(txn, at)
+                if state is not None:
+                    held = {record.chain for _, record in self.blocks.line(txn, state.head)}
+                    best = max(best, _leading(chains, held.__contains__))
+                at = self.turns.parent(txn, at)
+            return best
+
+    def find_state(self, turn_id: str) -> StateRef | None:
+        """The stored state of exactly this turn, or None. Reads no bulk data and pins nothing."""
+        with self.environment.read() as txn:
+            state = self.states.get(txn, turn_id)
+            return None if state is None else state.ref()
+
+    def nearest_state(self, turn_id: str, fingerprint: bytes | None = None) -> StateRef | None:
+        """The state of the turn or of its nearest ancestor that has one (of this model)."""
+        with self.environment.read() as txn:
+            at: str | None = turn_id
+            while at is not None and self.turns.exists(txn, at):
+                state = self.states.get(txn, at)
+                if state is not None and fingerprint in (None, state.fingerprint):
+                    return state.ref()
+                at = self.turns.parent(txn, at)
+            return None
+
+    def load_state(
+        self, turn_id: str, fingerprint: bytes, buffers: Buffers = plain_buffer
+    ) -> StateReader | None:
+        """A reader of the turn's state, or None if there is none of this model.
+
+        `buffers(nbytes)` gives the memory that each payload is copied to.
+        """
+        with self.environment.read() as txn:
+            state = self.states.get(txn, turn_id)
+            if state is None or state.fingerprint != fingerprint:
+                return None
+            ids = self.turns.ids(txn, turn_id)[: 4 * state.tokens]
+            damage: list[str] = []
+            try:
+                objects = self.blocks.line(txn, state.head)
+                snapshot = self.blocks.get(txn, state.snap)
+                if snapshot is None:
+                    raise StoreError(f"snapshot {state.snap.hex()} is missing: run a repair")
+                if not objects or objects[-1][1].stop != state.tokens:
+                    raise StoreError(f"the blocks of turn {turn_id} end elsewhere: run a repair")
+                objects.append((state.snap, snapshot))
+            except StoreError as error:
+                objects, damage = [], [str(error)]
+            reader = StateReader(
+                self.environment, self.blocks, self.pins, state.ref(), objects, ids, buffers,
+                self.damaged.add,
+            )  # fmt: skip
+            reader.report.damage.extend(damage)
+        self.touch(turn_id)
+        return reader
+
+    def drop_state(self, turn_id: str) -> bool:
+        """Forget the state of a turn (its ids and items stay); False if there was none."""
+
+        def work(txn: Txn) -> bool:
+            found = self.states.get(txn, turn_id) is not None
+            self.states.drop(txn, turn_id)
+            return found
+
+        with self.lock:
+            return self.environment.write(work)
+
+    def touch(self, turn_id: str) -> None:
+        """Note that a state was used; written with the next `flush`, not at once."""
+        with self._touch_lock:
+            self._touched[turn_id] = time.time()
+            many = len(self._touched) >= 256
+        if many:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the noted times of use."""
+        with self._touch_lock:
+            touched, self._touched = self._touched, {}
+
+        def work(txn: Txn) -> None:
+            for turn, used in touched.items():
+                self.states.touch(txn, turn, used)
+
+        if touched:
+            self.environment.write(work)
+
+    def evict(self, bytes_free: int) -> int:
+        """Evict states until `bytes_free` bytes fit below the ceiling; returns how many went."""
+        self.flush()
+        with self.lock:
+            return self.evictor.make_room(-(-bytes_free // self.environment.page_size))
+
+    # ------------------------------------------------------------------ numbers
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes: what is stored, how full the map is, what happened since the start."""
+        environment = self.environment
+        with environment.read() as txn:
+            objects, values, nbytes = self.blocks.totals(txn)
+            live = environment.live_pages(txn)
+            conversations = txn.stat(environment.order)["entries"] // 2
+            states = txn.stat(environment.state)["entries"]
+            turns = txn.stat(environment.turn)["entries"]
+            pending = txn.stat(environment.pend)["entries"]
+        page = environment.page_size
+        info = environment.env.info()
+        return {
+            "path": str(environment.path),
+            "conversations": int(conversations),
+            "turns": int(turns),
+            "states": int(states),
+            "objects": objects,
+            "values": values,
+            "payload_bytes": nbytes,
+            "live_bytes": live * page,
+            "file_bytes": (int(info["last_pgno"]) + 1) * page,
+            "map_bytes": environment.map_pages * page,
+            "live_share": live / environment.map_pages,
+            "pending": int(pending),
+            "pinned": len(self.pins),
+            "evicted": self.evictor.evicted,
+            "recovered": self.recovered,
+            "damaged": len(self.damaged),
+            "page_size": page,
+        }
+
+
+def _leading(chains: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
+    for number, chain in enumerate(chains):
+        if not known(chain):
+            return number
+    return len(chains)

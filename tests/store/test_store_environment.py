@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+from made_states import make_turn
+
+from store.environment import Environment
+from store.errors import StoreError, StoreStuck
+from store.store import Store
+
+HOLD = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], map_size=64 << 20, max_dbs=16)
+txn = env.begin(write=True)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_engine_flags_and_modes(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "data" / "store", 64 << 20)
+    env = store.environment.env
+    assert env.lib_version()[0] == 0
+    flags = env.flags()
+    assert (flags["sync"], flags["metasync"], flags["writemap"], flags["lock"]) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    for name in ("data.mdb", "lock.mdb", "owner.lock"):
+        assert stat.S_IMODE((tmp_path / "data" / "store" / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "data" / "store").stat().st_mode) == 0o700
+    store.close()
+
+
+def test_one_owner(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", 64 << 20)
+    with pytest.raises(StoreError, match=f"process {os.getpid()} owns"):
+        Store.open(tmp_path / "store", 64 << 20)
+    store.close()
+    Store.open(tmp_path / "store", 64 << 20).close()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no store"):
+        Store.open(tmp_path / "none", 64 << 20, create=False)
+    with pytest.raises(StoreError, match="too small"):
+        Store.open(tmp_path / "none", 1000)
+    assert not (tmp_path / "none").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    lmdb.open(str(other), lib_version=1).close()
+    with pytest.raises(StoreError, match="another LMDB engine"):
+        Store.open(other, 64 << 20)
+    Store.open(tmp_path / "old", 64 << 20).close()
+    with lmdb.open(str(tmp_path / "old"), max_dbs=16) as env, env.begin(write=True) as txn:
+        txn.put(b"format", b"\x81\xa6format\x63", db=env.open_db(b"meta", txn))
+    with pytest.raises(StoreError, match="format"):
+        Store.open(tmp_path / "old", 64 << 20)
+
+
+def test_a_stuck_write_lock_is_an_error_not_a_hang(tmp_path: Path) -> None:
+    environment = Environment.open(tmp_path / "store", 64 << 20, begin_seconds=0.5)
+    environment.heartbeat()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "store")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        ran = []
+        with pytest.raises(StoreStuck, match="another process"):
+            environment.write(lambda txn: ran.append(1))
+        with environment.read() as txn:
+            assert txn.get(b"heartbeat", db=environment.meta)
+        holder.stdin.close()
+    environment.heartbeat()
+    assert ran == []  # given up means never run later
+    environment.close()
+
+
+def test_a_failed_transaction_changes_nothing(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", 64 << 20)
+
+    def failing(txn: object) -> None:
+        store.turns.put(txn, make_turn([1], [2], conversation="conv_a"))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        store.environment.write(failing)
+    assert store.stats()["turns"] == 0
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.get_turn("resp_a")

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+
+import pytest
+from made_states import make_state, make_turn
+
+from store.errors import StoreError, StoreUnavailable
+from store.rpc import Server, StoreClient, serve
+from store.store import Store
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="tdm-") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(tmp_path / "store", 64 << 20)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def server(store: Store, short: Path) -> Iterator[Server]:
+    running = serve(store, short / "run" / "store.sock")
+    yield running
+    running.close()
+
+
+def test_everything_a_client_asks(store: Store, server: Server) -> None:
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
+    client = StoreClient(server.path)
+    assert client.ping()
+    assert client.create_conversation("conv_a", "anna", {"a": "b"})["head"] is None
+    turn = make_turn([1, 2], [3], conversation="conv_a")
+    client.put_turn(turn)
+    second = make_turn([4], [5], conversation="conv_a", parent=turn.id)
+    store.put_turn(second)
+    found = client.get_turn(turn.id)
+    assert found is not None
+    assert (found.items, found.params, found.output_ids) == (turn.items, turn.params, [3])
+    assert client.get_turn("resp_none") is None
+    assert client.turn_ids(second.id) == [1, 2, 3, 4, 5]
+    assert [one.id for one in client.path_of(second.id)] == [turn.id, second.id]
+    assert client.conversation_turns("conv_a") == [turn.id, second.id]
+    store.save_state(turn.id, *make_state([1, 2]))
+    state = client.find_state(turn.id)
+    assert state is not None
+    assert state["tokens"] == 2
+    assert client.find_state(second.id) is None
+    assert client.find_state(second.id, nearest=True) == state
+    record = client.update_conversation("conv_a", metadata={"x": "y"})
+    assert record == client.get_conversation("conv_a")
+    assert [one["id"] for one in client.list_conversations("anna")] == ["conv_a"]
+    assert client.stats()["states"] == 1
+    assert client.delete_conversation("conv_a")
+    assert client.get_conversation("conv_a") is None
+    client.close()
+
+
+def test_errors_cross_the_socket(server: Server) -> None:
+    client = StoreClient(server.path)
+    with pytest.raises(StoreError, match="no conversation conv_x"):
+        client.update_conversation("conv_x", pinned=True)
+    with pytest.raises(StoreError, match="bad request"):
+        client.call("close")
+    with pytest.raises(StoreError, match="bad request"):
+        client.call("get_turn", wrong=1)
+    assert client.ping()
+    client.close()
+
+
+def test_an_absent_owner_is_said_and_a_new_one_found(store: Store, short: Path) -> None:
+    client = StoreClient(short / "store.sock")
+    with pytest.raises(StoreUnavailable, match="decode worker"):
+        client.stats()
+    first = serve(store, short / "store.sock")
+    assert client.ping()
+    first.close()
+    with pytest.raises(StoreUnavailable):
+        client.stats()
+    second = serve(store, short / "store.sock")
+    assert client.stats()["turns"] == 0
+    second.close()
+    third = serve(store, short / "store.sock")
+    assert client.stats()["turns"] == 0  # the kept connection was to the one before
+    client.close()
+    third.close()
+
+
+def test_a_stale_socket_is_replaced_and_a_long_path_refused(store: Store, short: Path) -> None:
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(short / "store.sock"))
+    stale.close()
+    server = serve(store, short / "store.sock")
+    client = StoreClient(short / "store.sock")
+    assert client.ping()
+    client.close()
+    server.close()
+    with pytest.raises(StoreError, match="longer than"):
+        serve(store, short / ("x" * 120))
+
+
+def test_a_size_over_the_bound_ends_the_connection(server: Server) -> None:
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10)
+        raw.connect(str(server.path))
+        raw.sendall(struct.pack(">I", 0xFFFFFFFF))
+        assert raw.recv(1) == b""
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.settimeout(10)
+        raw.connect(str(server.path))
+        raw.sendall(struct.pack(">I", 3) + b"\xc1\xc1\xc1")
+        assert raw.recv(4096)
+    client = StoreClient(server.path)
+    assert client.ping()
+    client.close()
+
+
+def test_many_threads_share_one_client(server: Server) -> None:
+    client = StoreClient(server.path)
+    client.create_conversation("conv_a")
+
+    def ask() -> None:
+        for _ in range(50):
+            record = client.get_conversation("conv_a")
+            assert record is not None
+            results.append(record["id"])
+
+    results: list[str] = []
+    threads = [Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == ["conv_a"] * 400
+    client.close()
