@@ -29,7 +29,9 @@ class Row:
     `caches` hold exactly the tokens `ids`; `pending` (at least one) are fed next, the last of them
     in a decode step. `emitted` are tokens that an earlier attempt already gave out: they are fed
     again, never drawn again. `schedule` says how the held state was made, `rope_delta` is the
-    model's position offset, `text` turns tokens into text and finds stop strings.
+    model's position offset, `text` turns tokens into text and finds stop strings. `lengths` are
+    the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
+    make a state again exactly as it was made.
     """
 
     caches: Caches
@@ -40,6 +42,7 @@ class Row:
     schedule: Sequence[Sequence[int] | int] = ()
     rope_delta: int = 0
     text: TextStream | None = None
+    lengths: Sequence[int] = ()
 
 
 @dataclass
@@ -84,7 +87,7 @@ class _Active:
         for length in expand_schedule(row.schedule):
             append_schedule(self.schedule, length)
         start = len(self.ids)
-        self.chunks = plan(start, start + len(self.pending) - 1, chunk)
+        self.chunks = list(row.lengths) or plan(start, start + len(self.pending) - 1, chunk)
         self.chunks.reverse()
         self.generated: Counter[int] = Counter()
         self.count = 0
@@ -107,7 +110,10 @@ class Batch:
     """
 
     def __init__(self, model: Model, slots: int, chunk: int = 0, batched: bool = True) -> None:
-        """`chunk` is the extension chunk in tokens (0: the device's), `batched` False: by rows."""
+        """`chunk` is the extension chunk in tokens (0: the device's), `batched` False: by rows.
+
+        With more than one slot the model is probed here, once, which takes a few forwards.
+        """
         self.model = model
         self.slots = slots
         self._chunk = chunk or model.device.chunk
@@ -115,6 +121,8 @@ class Batch:
         self._rows: dict[int, _Active] = {}
         self._merged: Merged[_Active] = Merged()
         self._row_wise = "" if batched else "batching is switched off"
+        if batched and slots > 1:
+            self._row_wise = model.batching.reason
         self._steps = 0
         self._widths: Counter[int] = Counter()
 
@@ -125,6 +133,7 @@ class Batch:
     def facts(self) -> dict[str, Any]:
         """The path that decoding takes: batched or by rows and why, steps, widths so far."""
         return {
+            **({"probe": self.model.batching.facts()} if self.slots > 1 else {}),
             "batched": not self._row_wise,
             "reason": self._row_wise,
             "steps": self._steps,
@@ -153,6 +162,8 @@ class Batch:
                 f"the conversation has {length} tokens and the model's context "
                 f"{self.model.context_length}; start a new one"
             )
+        if row.lengths and (sum(row.lengths) != len(row.pending) - 1 or min(row.lengths) < 1):
+            raise ValueError("the lengths do not cover the pending tokens but the last")
         uid = next(self._uids)
         self._rows[uid] = _Active(uid, row, self._chunk)
         return uid

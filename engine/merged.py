@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 from mlx_vlm.apc_adapters import merge_cache_entries
 
-from engine.model import Caches, evaluate
+if TYPE_CHECKING:
+    from engine.model import Caches
 
 
 class NotMergeableError(Exception):
@@ -76,7 +77,7 @@ class Merged(Generic[R]):
         else:
             for entry, other in zip(self.caches, joined, strict=True):
                 entry.extend(other)
-        evaluate(self.caches)
+        mx.eval([cache.state for cache in self.caches])
         for row in entering:
             row.caches = None
         self.rows += entering
@@ -87,7 +88,7 @@ class Merged(Generic[R]):
             return
         index = next(i for i, other in enumerate(self.rows) if other is row)
         row.caches = [entry.extract(index) for entry in self.caches]
-        evaluate(row.caches)
+        mx.eval([cache.state for cache in row.caches])
         self._leaving.add(index)
 
     def compact(self) -> None:
@@ -104,7 +105,7 @@ class Merged(Generic[R]):
         assert self.caches is not None
         for entry in self.caches:
             entry.filter(index)
-        evaluate(self.caches)
+        mx.eval([cache.state for cache in self.caches])
 
     def clear(self) -> None:
         """Forget everything, for instance after a failed computation."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -21,9 +21,10 @@ from mlx_vlm.utils import load_model
 from engine import library
 from engine.device import Device
 from engine.errors import ModelError
-
-if TYPE_CHECKING:
-    from store.codec.layout import Layout
+from engine.probe import Batching, probe
+from store.codec.classes import is_transient
+from store.codec.layout import Layout, walk
+from store.codec.transient import NullKVCache
 
 Caches = list[Any]
 # Widened weights may take this share of the working set; a larger model stays as it is stored.
@@ -56,8 +57,13 @@ class Model:
         self._skip_logits = "skip_logits" in inspect.signature(type(self.lm).__call__).parameters
 
     def fresh_cache(self) -> Caches:
-        """An empty cache list for one row, as the model itself makes it."""
+        """An empty cache list for one row, as the model makes it, without its transient slots."""
         caches: Caches = make_prompt_cache(self.lm)
+        for path, siblings, _ in list(walk(caches)):
+            if is_transient(self.model_type, path, siblings):
+                members = list(caches[path[0]].caches)
+                members[path[1]] = NullKVCache()
+                caches[path[0]].caches = tuple(members)
         return caches
 
     def forward(
@@ -88,9 +94,18 @@ class Model:
     @functools.cached_property
     def layout(self) -> Layout:
         """How this model's state is cut for the wire and the store."""
-        from store.codec.layout import Layout
+        empty = Layout.of(self.fresh_cache(), self.model_type, self.fingerprint)
+        # Widths are known once every growing array has a row, which takes this many tokens.
+        caches = self.fresh_cache()
+        tokens = mx.zeros((1, empty.unit), dtype=mx.int32)
+        self.forward(tokens, caches, [0], logits=False)
+        evaluate(caches)
+        return Layout.of(caches, self.model_type, self.fingerprint)
 
-        return Layout.of(self.fresh_cache(), self.model_type)
+    @functools.cached_property
+    def batching(self) -> Batching:
+        """Whether rows may be decoded together on this device, measured once."""
+        return probe(self)
 
     @functools.cached_property
     def fingerprint(self) -> bytes:

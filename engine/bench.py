@@ -1,0 +1,205 @@
+"""`tandem bench decode` and `tandem bench prefill`: our loops against the bare model steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ModelError
+from engine.library import DEFAULT_MODEL, resolve
+
+if TYPE_CHECKING:
+    from engine.model import Model
+
+BLOCK = 5  # steps of one side before the other has its turn
+CONTEXT = 48  # tokens of each row before the first step
+
+
+def register(subparsers: Any) -> None:
+    """Add the two benchmarks to the parsers of `tandem bench`; loads no MLX."""
+    for name, run, seconds, text in (
+        ("decode", decode, 15, "the decode loop against bare model steps, at batch 1 and 8"),
+        ("prefill", prefill, 32, "chunked prefill against the bare chunk loop"),
+    ):
+        parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument("--model", default=DEFAULT_MODEL, help="model directory or name")
+        parser.add_argument(
+            "--seconds",
+            type=float,
+            default=seconds,
+            help=f"time for each measurement (default {seconds})",
+        )
+        parser.set_defaults(run=run)
+
+
+def decode(arguments: argparse.Namespace) -> int:
+    """Measure `ratios.batch1_vs_bare` and `ratios.batch8_vs_bare`; returns the exit status.
+
+    Both sides decode the same rows in the same run, taking turns every 5 steps; a ratio is the
+    median over these pairs of our tokens per second to the bare loop's.
+    """
+    return _run(arguments, _measure_decode)
+
+
+def prefill(arguments: argparse.Namespace) -> int:
+    """Measure `ratios.chunked_vs_bare` the same way, taking turns at every chunk."""
+    return _run(arguments, _measure_prefill)
+
+
+def _run(arguments: argparse.Namespace, measure: Callable[[Model, float], dict[str, Any]]) -> int:
+    from engine.device import prepare
+
+    try:
+        device = prepare()
+        from engine.model import load
+
+        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
+        path = resolve(arguments.model, models)
+        found = measure(load(path, device), arguments.seconds)
+    except ModelError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    found = {"model": path.name, **found, "device": device.facts()}
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for name, value in found["ratios"].items():
+        print(f"{name:<16} {value:.3f}")
+    for name, value in found["tokens_per_second"].items():
+        print(f"{name:<16} {value:.1f} tokens/s")
+    return 0
+
+
+def _measure_decode(model: Model, seconds: float) -> dict[str, Any]:
+    ratios: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    pairs: dict[str, int] = {}
+    widths: dict[str, Any] = {}
+    for width in (1, 8):
+        ours, bare, steps = _decode_pairs(model, width, seconds)
+        name = f"batch{width}"
+        ratios[f"{name}_vs_bare"] = _median_ratio(ours, bare)
+        rates[f"{name}_ours"] = BLOCK * width / statistics.median(ours)
+        rates[f"{name}_bare"] = BLOCK * width / statistics.median(bare)
+        pairs[name] = len(ours)
+        widths[name] = steps
+        if set(steps) != {width}:
+            raise ModelError(f"the batch ran at widths {sorted(steps)} instead of {width}")
+    return {"ratios": ratios, "tokens_per_second": rates, "pairs": pairs, "widths": widths}
+
+
+def _decode_pairs(
+    model: Model, width: int, seconds: float
+) -> tuple[list[float], list[float], dict[int, int]]:
+    """Seconds of each block of steps: ours, bare; and the widths that our loop ran at."""
+    import mlx.core as mx
+
+    from engine.decode import Batch, Row
+    from engine.merged import merge
+    from engine.prefill import Prefill
+    from engine.probe import token_ids
+    from engine.sampling import SamplingParams
+    from engine.text import TextStream, load_tokenizer
+
+    tokenizer = load_tokenizer(model.path)
+    prompts = [token_ids(model, CONTEXT + 2 * i, i) for i in range(width)]
+    params = SamplingParams(max_tokens=1 << 20)
+    batch = Batch(model, width)
+    for ids in prompts:
+        caches = Prefill(model, ids).run()
+        batch.add(Row(caches, ids[:-1], ids[-1:], params, text=TextStream(tokenizer)))
+    rows = [Prefill(model, ids).run() for ids in prompts]
+    caches = merge(rows) if width > 1 else rows[0]
+    tokens = mx.array([ids[-1] for ids in prompts], dtype=mx.int32)
+    deltas = [0] * width
+
+    def ours() -> None:
+        for _ in range(BLOCK):
+            batch.step()
+
+    def bare() -> None:
+        nonlocal tokens
+        for _ in range(BLOCK):
+            logits = model.forward(tokens[:, None], caches, deltas)
+            tokens = mx.argmax(logits[:, -1], axis=-1)
+            mx.eval(tokens)
+
+    pairs = _alternate(ours, bare, seconds, 1 << 20)
+    return *pairs, dict(batch.facts["widths"])
+
+
+def _measure_prefill(model: Model, seconds: float) -> dict[str, Any]:
+    import mlx.core as mx
+
+    from engine.prefill import Prefill
+    from engine.probe import token_ids
+
+    chunk = min(model.device.chunk, 2048)
+    ours_times: list[float] = []
+    bare_times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while not ours_times or time.perf_counter() < deadline:
+        ids = token_ids(model, min(8 * chunk + 1, model.context_length), 1)
+        run = Prefill(model, ids, chunk=chunk)
+        caches = model.fresh_cache()
+        starts = iter(range(0, len(ids) - 1, chunk))
+
+        def ours(run: Prefill = run) -> None:
+            run.step()
+
+        def bare(ids: list[int] = ids, caches: Any = caches, starts: Any = starts) -> None:
+            start = next(starts)
+            tokens = mx.array([ids[start : min(start + chunk, len(ids) - 1)]], dtype=mx.int32)
+            model.lm(tokens, cache=caches)
+            mx.eval([cache.state for cache in caches])
+
+        limit = (len(ids) - 1) // chunk
+        left = deadline - time.perf_counter()
+        a, b = _alternate(ours, bare, left if ours_times else max(left, 1.0), limit, warm=False)
+        if not ours_times and len(a) > 2:  # the first pair of all warms up
+            a, b = a[1:], b[1:]
+        ours_times += a
+        bare_times += b
+    return {
+        "ratios": {"chunked_vs_bare": _median_ratio(ours_times, bare_times)},
+        "tokens_per_second": {
+            "ours": chunk / statistics.median(ours_times),
+            "bare": chunk / statistics.median(bare_times),
+        },
+        "pairs": len(ours_times),
+        "chunk": chunk,
+    }
+
+
+def _alternate(
+    ours: Callable[[], None],
+    bare: Callable[[], None],
+    seconds: float,
+    limit: int,
+    warm: bool = True,
+) -> tuple[list[float], list[float]]:
+    """Time both in turn, each first in every other pair, until `seconds` or `limit` pairs."""
+    if warm:
+        ours()
+        bare()
+    times: tuple[list[float], list[float]] = ([], [])
+    deadline = time.perf_counter() + seconds
+    while len(times[0]) < limit and (not times[0] or time.perf_counter() < deadline):
+        order = (0, 1) if len(times[0]) % 2 == 0 else (1, 0)
+        for side in order:
+            begin = time.perf_counter()
+            (ours, bare)[side]()
+            times[side].append(time.perf_counter() - begin)
+    return times
+
+
+def _median_ratio(ours: list[float], bare: list[float]) -> float:
+    return statistics.median(b / a for a, b in zip(ours, bare, strict=True))
