@@ -93,6 +93,7 @@ class Tokenizer:
             else None
         )
         self.vocab_size = len(hf)
+        self._longest = max((len(token) for token in hf.get_vocab()), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -168,6 +169,10 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Token ids of client text: no special token comes out, whatever it spells."""
         return self.encode(Rendering(text, [m.span() for m in self._matches(text)]))
+
+    def least_tokens(self, characters: int) -> int:
+        """A lower bound of the tokens of a text of so many characters, without reading it."""
+        return -(-characters // max(1, self._longest))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

@@ -1,0 +1,143 @@
+"""What goes wrong with a request, in the shape that OpenAI's clients understand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+RETRY_SECONDS = 2
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+
+class Fault(Exception):
+    """A request that cannot be served.
+
+    `message` is one line with cause and cure and holds no path, secret or traceback. `param` is
+    the field at fault, `code` a word for programs. `retry` is False where sending the same
+    request again cannot help or would repeat work.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry = retry
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the answer."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers that tell a client whether and when to try again."""
+        headers: dict[str, str] = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(RETRY_SECONDS)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.retry is not None:
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        return headers
+
+    def response(self) -> JSONResponse:
+        """The answer itself."""
+        return JSONResponse(self.body(), self.status, self.headers())
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> Fault:
+    """400: the request is wrong."""
+    return Fault(400, message, param=param, code=code or "invalid_value")
+
+
+def missing(what: str, name: str, param: str | None = None) -> Fault:
+    """404: there is no such thing."""
+    return Fault(
+        404,
+        f"{what} '{name}' does not exist here: check the ID; it may have been deleted or expired",
+        param=param,
+        code=f"{what.lower().replace(' ', '_')}_not_found",
+    )
+
+
+def unavailable(what: str, cure: str) -> Fault:
+    """503: a part that the answer needs cannot be reached now."""
+    return Fault(503, f"{what} cannot be reached: {cure}", code="service_unavailable", retry=True)
+
+
+async def on_fault(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler for Fault."""
+    assert isinstance(error, Fault)
+    return error.response()
+
+
+async def on_http(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler for the framework's own errors (unknown path, wrong method)."""
+    assert isinstance(error, HTTPException)
+    words = {
+        404: f"no such path: {request.method} {request.url.path}",
+        405: f"method {request.method} is not allowed here",
+        400: "the body is not valid JSON",
+    }
+    fault = Fault(error.status_code, words.get(error.status_code, str(error.detail)))
+    answer = fault.response()
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def on_validation(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler for bodies and parameters of the wrong type."""
+    assert isinstance(error, RequestValidationError)
+    return from_validation(error.errors()).response()
+
+
+def from_validation(errors: Any) -> Fault:
+    """A Fault of the first of pydantic's errors: the one that went deepest into the request."""
+    first: Mapping[str, Any] = max(errors, key=lambda e: len(e["loc"]))
+    if first["type"] == "json_invalid":
+        reason = (first.get("ctx") or {}).get("error", "")
+        return bad(f"the body is not valid JSON: {reason}", code="invalid_json")
+    # Locations also hold the tags of unions, which are no part of the request.
+    param = ""
+    for part in first["loc"][1:]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif not part.startswith("«"):
+            param += f".{part}" if param else str(part)
+    text = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
+    return bad(f"{param or 'the body'}: {text}", param or None, code)
+
+
+async def on_crash(request: Request, error: Exception) -> JSONResponse:
+    """Exception handler of last resort: says nothing about the inside."""
+    fault = Fault(500, "internal error; the API's log has the details", code="internal_error")
+    return fault.response()

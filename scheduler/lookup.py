@@ -1,0 +1,111 @@
+"""Finding what a client names: a response in Redis or in the store, a page of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from scheduler.backend import Backend
+from scheduler.faults import bad, missing
+from scheduler.intake import is_id
+from scheduler.items import split
+from scheduler.record import Job, JobNotFound, Status
+from store.turns import Turn
+
+Order = Literal["asc", "desc"]
+_ENDED: dict[str, Status] = {"completed": "completed", "incomplete": "incomplete"}
+
+
+def find_job(backend: Backend, response: str) -> Job:
+    """The job of a response: live or recent from Redis, older from the store. Fault 404."""
+    if not is_id(response) or backend.deleted(response):
+        raise missing("Response", response[:80], "response_id")
+    try:
+        return backend.jobs.get(response)
+    except JobNotFound:
+        with backend.store() as store:
+            turn = store.get_turn(response)
+    if turn is None:
+        raise missing("Response", response[:80], "response_id")
+    return job_of(turn)
+
+
+def job_of(turn: Turn) -> Job:
+    """A stored turn as the job that it was, where the job's own record has expired."""
+    inputs, outputs = split(turn.id, turn.items)
+    status = _ENDED.get(turn.status, "completed")
+    told = turn.usage
+    return Job(
+        id=turn.id,
+        status=status,
+        stage="decode",
+        owner=turn.owner,
+        model=turn.model,
+        request={**turn.params, "input": inputs},
+        conversation=turn.conversation,
+        previous=turn.parent,
+        node="",
+        queue="",
+        background=False,
+        priority="normal",
+        created_at=turn.created,
+        times={status: turn.created},
+        first_token_at=None,
+        prompt_tokens=turn.total - len(turn.output_ids),
+        held_tokens=0,
+        prefilled_tokens=turn.total - len(turn.output_ids),
+        computed_tokens=0,
+        run="",
+        worker="",
+        attempts=1,
+        cancel=False,
+        events=0,
+        handoff=None,
+        output={"items": outputs},
+        usage=told or None,
+        error=None,
+        reason=turn.finish if status == "incomplete" else "",
+        path={},
+    )
+
+
+def conversation_items(backend: Backend, conversation: str) -> list[dict[str, Any]]:
+    """All items of a conversation up to its newest turn, oldest first. Fault 404."""
+    record = find_conversation(backend, conversation)
+    items = list(record["items"])
+    if record["head"] is not None:
+        with backend.store() as store:
+            for turn in store.path_of(record["head"]):
+                items += turn.items
+    return items
+
+
+def find_conversation(backend: Backend, conversation: str) -> dict[str, Any]:
+    """A conversation's record. Fault 404."""
+    record = None
+    if is_id(conversation):
+        with backend.store() as store:
+            record = store.get_conversation(conversation)
+    if record is None:
+        raise missing("Conversation", conversation[:80], "conversation_id")
+    return record
+
+
+def page(
+    items: Sequence[dict[str, Any]], limit: int, order: Order, after: str | None
+) -> dict[str, Any]:
+    """One page of items in OpenAI's list shape. Fault 400 where `after` names none of them."""
+    ordered = list(items) if order == "asc" else list(items)[::-1]
+    if after is not None:
+        names = [item.get("id") for item in ordered]
+        if after not in names:
+            raise bad(f"there is no item '{after[:80]}' here to begin after", "after")
+        ordered = ordered[names.index(after) + 1 :]
+    data = ordered[:limit]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": len(ordered) > limit,
+    }
