@@ -60,7 +60,9 @@ class Jobs:
             raise JobError("lock=True needs a conversation to lock")
         prompt = pack_ids(new.prompt_ids)
         tokens = len(prompt) // 4
-        if not 0 <= new.held_tokens < max(tokens, 1):
+        if not tokens:
+            raise JobError("the prompt is empty: send at least one token")
+        if not 0 <= new.held_tokens < tokens:
             raise JobError(
                 f"held_tokens={new.held_tokens} does not fit a prompt of {tokens} tokens"
             )

@@ -1,0 +1,164 @@
+"""A worker process of the tests: the real loops around an engine that only counts.
+
+Run with one argument, a JSON object. `point`: a named place at which the process kills (`act`:
+"kill") or freezes ("stop") itself, when it comes there for the `nth` time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler.config import JobsConfig
+from scheduler.decode_loop import DecodeLoop
+from scheduler.execution import Execution, Finished
+from scheduler.prefill_loop import PrefillLoop
+from scheduler.record import Job, Result
+from scheduler.runs import Runs, SendBack
+from scheduler.worker import LoopWorker
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs_kit import answer_token
+
+SPEC: dict[str, Any] = json.loads(sys.argv[1])
+_visits = 0
+
+
+def at(point: str) -> None:
+    """A named point: die or freeze here if told to."""
+    global _visits
+    if SPEC.get("point") != point:
+        return
+    _visits += 1
+    if _visits == SPEC.get("nth", 1):
+        os.kill(
+            os.getpid(), signal.SIGKILL if SPEC.get("act", "kill") == "kill" else signal.SIGSTOP
+        )
+
+
+def around(name: str) -> None:
+    """Put points before and after a step of Runs."""
+    step = getattr(Runs, name)
+
+    def wrapped(self: Runs, *args: Any, **kwargs: Any) -> Any:
+        at(f"before_{name}")
+        answer = step(self, *args, **kwargs)
+        if answer is not None:
+            at(f"after_{name}")
+        return answer
+
+    setattr(Runs, name, wrapped)
+
+
+class CountingPrefill:
+    """Chunks of 10 tokens, each `chunk_s` long."""
+
+    def prefill(
+        self, execution: Execution, job: Job, check: Callable[[int], None]
+    ) -> Callable[[], Mapping[str, Any]]:
+        done, stop = job.held_tokens, job.prompt_tokens - 1
+        while done < stop:
+            at("mid_prefill")
+            time.sleep(SPEC.get("chunk_s", 0.0))
+            done = min(done + 10, stop)
+            check(done)
+        if job.request.get("fail") == "prefill":
+            raise ValueError("secret detail")
+        at("prefilled")
+
+        def tail() -> Mapping[str, Any]:
+            at("mid_hand_off")
+            time.sleep(SPEC.get("tail_s", 0.0))
+            if job.request.get("fail") == "tail":
+                raise OSError("link is down")
+            return {"bytes": 4 * job.prompt_tokens, "seconds": 0.0, "path": "tcp"}
+
+        return tail
+
+
+class CountingDecode:
+    """Rows that count; what they answer is `answer_token`."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Execution, int] = {}
+        self.returned: set[str] = set()
+
+    def free(self) -> int:
+        return int(SPEC.get("slots", 8)) - len(self.rows)
+
+    def add(self, execution: Execution, job: Job) -> None:
+        if job.request.get("fail") == "add":
+            raise ValueError("secret detail")
+        if job.request.get("send_back") and not job.path and job.id not in self.returned:
+            self.returned.add(job.id)
+            raise SendBack("its state is gone")
+        self.rows[execution] = len(execution.replay.ids)
+
+    def step(self) -> Sequence[Finished]:
+        time.sleep(SPEC.get("step_s", 0.0))
+        at("mid_decode")
+        ended = []
+        for execution, position in list(self.rows.items()):
+            job = execution.job
+            if position < job.request["n"]:
+                token = answer_token(job.prompt_ids, position)
+                execution.emit(
+                    {"type": "response.output_text.delta", "delta": f"{token} ", "ids": [token]}
+                )
+                self.rows[execution] = position = position + 1
+            if position >= job.request["n"]:
+                del self.rows[execution]
+                ended.append(self._end(execution))
+        return ended
+
+    def _end(self, execution: Execution) -> Finished:
+        if execution.job.request.get("fail") == "decode":
+            return Finished(execution, error=ValueError("secret detail"))
+        result = Result(
+            output={"pid": os.getpid()},
+            usage={"output_tokens": execution.job.request["n"]},
+            events=[{"type": "response.output_text.done"}],
+        )
+        return Finished(execution, result=result, commit=lambda: at("before_commit"))
+
+    def cancel(self, execution: Execution) -> None:
+        self.rows.pop(execution, None)
+
+    def idle(self) -> bool:
+        return False
+
+    def drain(self) -> None:
+        at("drain")
+
+
+def main() -> int:
+    logging.basicConfig(level=SPEC.get("log", "ERROR"))
+    for name in ("take", "finish_prefill", "finish", "handing_off"):
+        around(name)
+    settings = JobsConfig(
+        lease_seconds=SPEC.get("lease", 3),
+        max_attempts=SPEC.get("max_attempts", 3),
+        drain_seconds=SPEC.get("drain", 20),
+    )
+    options: dict[str, Any] = {
+        "node": SPEC.get("node", "local"),
+        "settings": settings,
+        "lock_dir": Path(SPEC["lock_dir"]) if SPEC.get("lock_dir") else None,
+    }
+    loop: LoopWorker
+    if SPEC["role"] == "prefill":
+        loop = PrefillLoop(SPEC["url"], CountingPrefill(), tails=SPEC.get("tails", 2), **options)
+    else:
+        loop = DecodeLoop(SPEC["url"], CountingDecode(), **options)
+    return loop.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
