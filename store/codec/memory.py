@@ -1,0 +1,115 @@
+"""Moving bytes between MLX arrays and flat memory.
+
+All memory is MLX's own: payloads and restored arrays are allocated by MLX and filled through
+writable views, so nothing aliases memory that MLX does not manage. A view is taken only of an
+evaluated, contiguous array: a strided array handed to a buffer consumer gives wrong bytes.
+Evaluation happens on the calling thread, to which MLX's streams belong; helper threads only
+ever touch numpy views.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from store.codec.header import DTYPES, CodecError
+
+Bytes = NDArray[np.uint8]
+
+_UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_PARALLEL_BYTES = 4 << 20
+
+
+def dtype_of(name: str) -> mx.Dtype:
+    """The MLX dtype of a name in DTYPES."""
+    found: mx.Dtype = getattr(mx, "bool_" if name == "bool" else name)
+    return found
+
+
+@cache
+def packs_on_device() -> bool:
+    """Whether packing belongs to the GPU. The one place where platforms differ: on Metal one
+    concatenate is faster than the host and leaves nothing strided behind; on the CPU backend
+    concatenate is slow and numpy copies are not."""
+    return bool(mx.metal.is_available())
+
+
+def bits(array: mx.array) -> mx.array:
+    """The same memory as unsigned integers of the item's width (bfloat16 as its bits)."""
+    return array.view(_UNSIGNED[array.dtype.size])
+
+
+def ready(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """The arrays, evaluated and contiguous, as unsigned integers."""
+    done = [bits(mx.contiguous(array)) for array in arrays]
+    mx.eval(done)
+    return done
+
+
+def exported(array: mx.array) -> memoryview:
+    """MLX's buffer export of an evaluated array; the stubs do not know that it has one."""
+    return memoryview(array)  # type: ignore[arg-type]
+
+
+def flat_buffer(array: mx.array) -> memoryview:
+    """The memory of an evaluated, contiguous array as flat, writable uint8."""
+    return exported(array).cast("B") if array.size else memoryview(b"")
+
+
+def view(array: mx.array) -> Bytes:
+    """The memory of an evaluated, contiguous array of unsigned integers as flat bytes."""
+    if array.size == 0:
+        return np.empty(0, np.uint8)
+    window = exported(array)
+    if not window.c_contiguous:
+        raise CodecError("an array with gaps was about to be exported: this is a defect")
+    return np.asarray(window).reshape(-1).view(np.uint8)
+
+
+def is_flat(array: mx.array) -> bool:
+    """Whether an evaluated array lies in memory without gaps."""
+    return array.size == 0 or exported(bits(array)).c_contiguous
+
+
+def allocate(nbytes: int) -> mx.array:
+    """Zeroed, evaluated MLX memory of at least `nbytes` bytes, as uint64."""
+    memory = mx.zeros(((nbytes + 7) // 8,), mx.uint64)
+    mx.eval(memory)
+    return memory
+
+
+def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
+    """`memory` from `allocate` as an array, sharing it. To be evaluated once by the caller."""
+    count = math.prod(shape)
+    if count == 0:
+        return mx.zeros(tuple(shape), dtype_of(dtype))
+    width = DTYPES[dtype]
+    flat = memory.view(_UNSIGNED[width])
+    if flat.size != count:
+        flat = flat[:count]
+    return flat.view(dtype_of(dtype)).reshape(tuple(shape))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tandem-codec")
+
+
+def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
+    """Run copies and digests of `nbytes` bytes in all, on several threads where that pays."""
+    if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or (os.cpu_count() or 1) < 2:
+        for task in tasks:
+            task()
+        return
+    futures = [_pool().submit(task) for task in tasks]
+    # All must have ended before the memory that they touch can be let go.
+    wait(futures)
+    for future in futures:
+        future.result()
