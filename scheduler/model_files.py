@@ -25,8 +25,8 @@ def ensure(config: Config, progress: Progress) -> Config:
     """
     if config.model_dir is not None:
         return config
-    command = [sys.executable, "-P", "-m", "engine.library", config.model]
-    command += ["--models-dir", str(config.models_dir), "--json"]
+    command = [sys.executable, "-P", "-m", "engine.fetch", config.model]
+    command += ["--models-dir", str(config.models_dir)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -1,0 +1,304 @@
+"""The decode node's engine: jobs in a batch, conversations between their turns, the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from engine.decode import Batch, Event, Row
+from engine.errors import ModelError
+from engine.model import Model
+from engine.text import TextStream
+from scheduler.config import Config
+from scheduler.execution import Execution, Finished
+from scheduler.record import Job, JobError, Result
+from scheduler.runs import SendBack
+from store.errors import StoreGap
+from store.store import Store
+from worker_decode.answers import Answer, sampling
+from worker_decode.hot import Held, Hot
+from worker_decode.inbox import Inbox
+from worker_decode.memory import Memory
+from worker_decode.saver import Saved, Saver
+from worker_decode.starts import Starts
+from worker_decode.states import export, nbytes_of
+from worker_decode.turns import compose
+
+log = logging.getLogger("tandem.decode")
+
+_HOUSEKEEPING = 0.25
+_WORD = 2.0
+_SWEEP = 10.0
+_RETRY = 30.0
+
+
+class Engine:
+    """What `DecodeLoop` drives. All methods are called on the thread that loaded the model."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        tokenizer: Any,
+        store: Store,
+        memory: Memory,
+        inbox: Inbox,
+        *,
+        ended: Callable[[str], bool],
+        announce: Callable[[dict[str, Any]], None] = lambda facts: None,
+    ) -> None:
+        """`ended(response)` says whether a job is over, for state that nobody came to take;
+        `announce(facts)` is told now and then how this node stands."""
+        self._config = config
+        self._model = model
+        self._tokenizer = tokenizer
+        self._store = store
+        self._memory = memory
+        self._inbox = inbox
+        self._ended = ended
+        self._announce = announce
+        self._hot = Hot(memory)
+        self._starts = Starts(model, store, self._hot, inbox, config.decode.local_prefill_tokens)
+        self._batch = Batch(model, config.decode.slots)
+        self._answers: dict[int, Answer] = {}
+        self._saver = Saver(store, self._note_saved)
+        self._saving: set[str] = set()
+        self._saved: deque[Saved] = deque()
+        self._committed: set[str] = set()
+        self._unrecorded: deque[str] = deque()
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+        self._next_sweep = 0.0
+        self._next_word = 0.0
+
+    # --- the loop's side -----------------------------------------------------------------------
+
+    def free(self) -> int:
+        """Rows that can be added now."""
+        return self._batch.slots - len(self._batch)
+
+    def add(self, execution: Execution, job: Job) -> None:
+        """Find the job's state and start its row. Raises SendBack, JobError."""
+        start = self._starts.find(job)
+        try:
+            params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)
+            ids = job.prompt_ids
+            row = Row(
+                caches=start.caches,
+                ids=start.ids,
+                pending=ids[len(start.ids) :],
+                params=params,
+                emitted=execution.replay.ids,
+                schedule=start.schedule,
+                rope_delta=start.rope_delta,
+                text=TextStream(self._tokenizer, params.stop),
+                lengths=start.lengths,
+            )
+            uid = self._batch.add(row)
+        except (ModelError, ValueError) as error:
+            self._starts.give_back(start)
+            raise JobError(str(error)) from error
+        self._answers[uid] = Answer(execution, job, start)
+        log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
+
+    def step(self) -> list[Finished]:
+        """One step of all rows; what ended is handed back to the loop."""
+        finished: list[Finished] = []
+        for event in self._batch.step():
+            answer = self._answers[event.uid]
+            answer.say(event)
+            if event.finish is not None:
+                del self._answers[event.uid]
+                finished.append(self._finish(answer, event))
+        self._look_after()
+        return finished
+
+    def cancel(self, execution: Execution) -> None:
+        """Drop a row and what has arrived for it."""
+        for uid, answer in list(self._answers.items()):
+            if answer.execution is execution:
+                self._batch.cancel(uid)
+                del self._answers[uid]
+        self._inbox.discard(execution.job.id)
+
+    def idle(self) -> bool:
+        """Save what is idle; True while there is more to save at once."""
+        return self._look_after()
+
+    def drain(self) -> None:
+        """Save every conversation that is still in memory, and wait until it is written."""
+        for turn in self._hot.turns():
+            self._save(turn)
+        if not self._saver.close(self._config.jobs.drain_seconds + 60):
+            log.error("states were not written in time: those turns will be recomputed")
+        self._collect()
+        left = len(self._hot)
+        log.info("drained; %d conversations could not be saved", left)
+
+    def facts(self) -> dict[str, Any]:
+        """What this node says of itself."""
+        return {
+            "rows": len(self._answers),
+            "slots": self._batch.slots,
+            "hot": len(self._hot),
+            "memory_used": self._memory.used,
+            "memory_limit": self._memory.limit,
+            "device": self._model.device.kind,
+            "decode": self._batch.facts,
+        }
+
+    # --- the end of an answer -----------------------------------------------------------------
+
+    def _finish(self, answer: Answer, event: Event) -> Finished:
+        if event.finish == "error":
+            return Finished(answer.execution, error=ModelError(event.error))
+        status = "completed" if event.finish == "stop" else "incomplete"
+        text = {"text": answer.text, "finish": event.finish}
+        result = Result(
+            status="completed" if event.finish == "stop" else "incomplete",
+            reason="" if event.finish == "stop" else str(event.finish),
+            output=text,
+            usage=answer.usage(),
+            path=answer.facts(event),
+            events=answer.closing(status),
+            computed_tokens=answer.computed(event),
+        )
+        commit = None
+        if answer.job.request.get("store", True):
+            self._keep(answer, event)
+            commit = partial(self._commit, answer, event, status)
+        return Finished(answer.execution, result, commit=commit)
+
+    def _keep(self, answer: Answer, event: Event) -> None:
+        assert event.caches is not None
+        start = answer.start
+        self._hot.put(
+            Held(
+                turn=answer.job.id,
+                caches=event.caches,
+                ids=event.ids,
+                pending=event.pending,
+                schedule=event.schedule,
+                rope_delta=start.rope_delta,
+                nbytes=nbytes_of(event.caches),
+                stored=start.stored,
+                base=start.base,
+            )
+        )
+
+    def _commit(self, answer: Answer, event: Event, status: str) -> None:
+        """Make the turn durable: its messages and token ids. Runs on a background thread."""
+        item = {
+            "id": "msg_" + answer.job.id.removeprefix("resp_"),
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [
+                {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
+            ],
+        }
+        turn = compose(
+            answer.job,
+            self._store,
+            fingerprint=self._model.fingerprint,
+            output=[item],
+            output_ids=answer.ids,
+            schedule=event.schedule,
+            usage=answer.usage(),
+            status=status,
+            finish=str(event.finish),
+        )
+        try:
+            self._store.put_turn(turn)
+        except BaseException:
+            self._unrecorded.append(turn.id)
+            raise
+        with self._lock:
+            self._committed.add(turn.id)
+
+    # --- conversations between turns -----------------------------------------------------------
+
+    def _look_after(self) -> bool:
+        """Save idle conversations and make room; True when more is to do at once."""
+        self._collect()
+        now = time.monotonic()
+        if now < self._next_look and not self._memory.wanted:
+            return False
+        self._next_look = now + _HOUSEKEEPING
+        if now >= self._next_word:
+            self._next_word = now + _WORD
+            self._announce(self.facts())
+        if now >= self._next_sweep:
+            self._next_sweep = now + _SWEEP
+            waiting = self._inbox.waiting(_SWEEP)
+            self._inbox.sweep(response for response in waiting if self._ended(response))
+        every_turn = self._config.store.save == "turn"
+        idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
+        if not idle and (self._memory.wanted or self._memory.used > self._memory.limit):
+            idle = self._hot.turns()[:1]
+        for turn in idle:
+            if not self._saver.room:
+                return False
+            if turn not in self._saving and self._is_committed(turn):
+                self._save(turn)
+                return True  # one at a time: rows that are live come first
+        return False
+
+    def _is_committed(self, turn: str) -> bool:
+        with self._lock:
+            return turn in self._committed
+
+    def _save(self, turn: str) -> None:
+        """Copy a state out of the model's memory and give it to the saver."""
+        held = self._hot.get(turn)
+        if held is None or turn in self._saving:
+            return
+        pieces, snapshot = export(self._model, held)
+        self._saving.add(turn)
+        self._saver.put(turn, len(held.ids), pieces, snapshot, held.base)
+
+    def _note_saved(self, saved: Saved) -> None:
+        self._saved.append(saved)
+
+    def _collect(self) -> None:
+        """What the saver has finished: those conversations leave the model's memory."""
+        while self._saved:
+            saved = self._saved.popleft()
+            self._saving.discard(saved.turn)
+            held = self._hot.get(saved.turn)
+            if saved.report is None:
+                log.warning("state of %s was not saved: %s", saved.turn, saved.error)
+                if held is not None and self._may_wait(held, saved.error):
+                    continue
+            else:
+                log.info(
+                    "saved %s: %d bytes in %.3f s",
+                    saved.turn, saved.report.bytes_written, saved.report.seconds,
+                )  # fmt: skip
+            if held is not None:  # else it was continued meanwhile
+                self._forget(saved.turn)
+        while self._unrecorded:
+            self._forget(self._unrecorded.popleft())
+
+    def _may_wait(self, held: Held, error: Exception | None) -> bool:
+        """Whether a state that could not be written stays in memory for another attempt."""
+        if isinstance(error, StoreGap):
+            held.stored, held.base = 0, None  # what it built upon was evicted: write all of it
+        elif self._memory.wanted or self._memory.used > self._memory.limit:
+            return False  # its token ids are durable: it will be computed again
+        else:
+            held.used = time.monotonic() + _RETRY
+        return True
+
+    def _forget(self, turn: str) -> None:
+        self._hot.take(turn)
+        with self._lock:
+            self._committed.discard(turn)
+
+
+__all__ = ["Engine", "SendBack"]

@@ -1,0 +1,124 @@
+"""The decode process: the store and its socket first, then the model, then work."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import uuid
+
+from engine.device import prepare
+from engine.errors import ModelError
+from engine.model import load as load_model
+from engine.text import load_tokenizer
+from scheduler import data_dir
+from scheduler.config import Config, ConfigError, is_loopback, load
+from scheduler.decode_loop import DecodeLoop
+from scheduler.jobs import Jobs
+from scheduler.nodes import Node, Presence
+from scheduler.record import JobError, JobNotFound
+from scheduler.redis_client import connect
+from scheduler.supervisor import CONFIGURATION
+from store.codec.header import CodecError
+from store.errors import StoreError
+from store.rpc import serve
+from store.store import Store
+from transport.errors import LinkError
+from transport.receiver import Receiver
+from worker_decode.engine import Engine
+from worker_decode.inbox import Inbox
+from worker_decode.memory import Memory
+
+log = logging.getLogger("tandem.decode")
+
+
+def main() -> int:
+    """Run the worker; the exit status says whether a restart could help."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        config = load()
+        data_dir.prepare(config)
+        return run(config)
+    except (ConfigError, ModelError, CodecError) as error:
+        log.error("%s", error)
+        return CONFIGURATION  # starting again would end in the same way
+    except (StoreError, JobError, LinkError) as error:
+        log.error("%s", error)
+        return 1
+
+
+def run(config: Config) -> int:
+    """Serve the decode queue of this node until a stop is asked for."""
+    if config.model_dir is None:
+        raise ConfigError("model_dir is not set: start this worker with `tandem worker decode`")
+    secret = secrets.token_bytes(32)
+    with contextlib.ExitStack() as stack:
+        store = Store.open(config.data_dir / "store", int(config.store.size_gb * 1e9))
+        stack.callback(store.close)
+        stack.callback(serve(store, config.store_socket).close)
+        node = Node(
+            role="decode",
+            name=config.node,
+            boot=uuid.uuid4().hex,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            queue=config.decode_queue,
+            state="starting",
+            secret=secret.hex(),
+            rpc=str(config.store_socket),
+            facts={"model": config.model_name},
+        )
+        presence = stack.enter_context(Presence(config.redis_url, node))
+        model = load_model(config.model_dir, prepare())
+        tokenizer = load_tokenizer(config.model_dir)
+        log.info("state: %s", model.layout.describe())
+        memory = Memory(int(config.store.hot_gb * 1e9))
+        inbox = Inbox(model.fingerprint, memory, config.link.deadline_seconds / 2)
+        receiver = Receiver(
+            config.link.host,
+            config.link.port,
+            secret,
+            inbox,
+            config.link.deadline_seconds,
+            node=config.node,
+        )
+        stack.callback(receiver.close)
+        jobs = Jobs(connect(config.redis_url), config.jobs)
+        engine = Engine(
+            config,
+            model,
+            tokenizer,
+            store,
+            memory,
+            inbox,
+            ended=lambda response: ended(jobs, response),
+            announce=lambda facts: presence.update(facts={"model": config.model_name, **facts}),
+        )
+        loop = DecodeLoop(
+            config.redis_url,
+            engine,
+            node=config.node,
+            settings=config.jobs,
+            lock_dir=config.data_dir,
+            on_drain=lambda: presence.update(state="draining"),
+        )
+        host, port = receiver.address
+        if not is_loopback(config.link.host):
+            log.info("the link listens on %s port %d", host, port)
+        presence.update(
+            state="ready",
+            link=f"{host}:{port}",
+            fingerprint=model.fingerprint.hex(),
+        )
+        log.info("ready: %s on %s", config.model_name, model.device.name)
+        return loop.run()
+
+
+def ended(jobs: Jobs, response: str) -> bool:
+    """Whether a job is over, or not known any more."""
+    try:
+        return jobs.get(response).ended
+    except JobNotFound:
+        return True

@@ -1,0 +1,166 @@
+"""Where a row's state comes from: the link, memory, the store, or the model itself again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.model import Model
+from engine.prefill import expand_schedule, plan
+from scheduler.record import Job
+from scheduler.runs import SendBack
+from store.codec.header import CodecError, Piece
+from store.errors import StoreError
+from store.store import Store
+from worker_decode.hot import Held, Hot
+from worker_decode.inbox import Inbox
+from worker_decode.states import restore
+
+log = logging.getLogger("tandem.decode")
+
+Path = Literal["cold", "hot", "restored", "recomputed"]
+
+
+@dataclass
+class Start:
+    """A state to decode from. `caches` hold exactly `ids`, the first of the prompt.
+
+    `lengths` are the forwards that compute the rest of the prompt but its last token, empty for
+    the default plan. `base` is the turn whose stored rows this state begins with, `stored` how
+    many of its tokens the store has. `notes` say why a better path was not taken.
+    """
+
+    path: Path
+    caches: list[Any]
+    ids: list[int]
+    schedule: list[list[int]]
+    rope_delta: int = 0
+    lengths: list[int] = field(default_factory=list)
+    base: str | None = None
+    stored: int = 0
+    notes: list[str] = field(default_factory=list)
+    held: Held | None = None
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that did not pass through any model for this turn."""
+        return 0 if self.path == "cold" else len(self.ids)
+
+
+class Starts:
+    """Finds the best verified state for a job. Used by the engine's thread alone."""
+
+    def __init__(
+        self, model: Model, store: Store, hot: Hot, inbox: Inbox, local_prefill_tokens: int
+    ) -> None:
+        self._model = model
+        self._store = store
+        self._hot = hot
+        self._inbox = inbox
+        self._local = local_prefill_tokens
+
+    def find(self, job: Job) -> Start:
+        """The state to continue from; every candidate's token ids are compared with the prompt's.
+
+        Raises SendBack when a long prompt's state is gone and the prefill node should do it again.
+        """
+        ids = job.prompt_ids
+        notes: list[str] = []
+        start = (
+            self._arrived(job, ids, notes)
+            or self._from_memory(job, ids, notes)
+            or self._from_store(job, ids, notes)
+        )
+        if start is None:
+            start = self._from_nothing(job, ids, notes)
+        start.notes = notes
+        return start
+
+    def give_back(self, start: Start) -> None:
+        """The row could not be started: what was taken from memory stays there."""
+        if start.held is not None:
+            self._hot.put(start.held)
+
+    def _arrived(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
+        pieces = self._inbox.take(job.id)
+        if pieces is None:
+            return None
+        try:
+            return self._restored("cold", pieces, ids)
+        except CodecError as error:
+            notes.append(f"the received state is unusable: {error}")
+            log.error("job %s: %s", job.id, notes[-1])
+            return None
+
+    def _from_memory(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
+        held = self._hot.take(job.previous) if job.previous else None
+        if held is None:
+            return None
+        if not _leads(held.ids, ids):
+            self._hot.put(held)
+            notes.append("the prompt does not continue the state in memory")
+            return None
+        return Start(
+            "hot", held.caches, held.ids, held.schedule, held.rope_delta,
+            base=held.turn if held.stored else held.base, stored=held.stored, held=held,
+        )  # fmt: skip
+
+    def _from_store(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
+        if not job.previous:
+            return None
+        try:
+            found = self._store.nearest_state(job.previous, self._model.fingerprint)
+            if found is None:
+                notes.append("no stored state of this model")
+                return None
+            reader = self._store.load_state(found.turn, self._model.fingerprint)
+            if reader is None:
+                notes.append("the stored state was evicted meanwhile")
+                return None
+            with reader:
+                pieces = list(reader)
+            if not reader.report.complete:
+                notes.append("the stored state is damaged: " + "; ".join(reader.report.damage))
+                return None
+            start = self._restored("restored", pieces, ids)
+        except (StoreError, CodecError) as error:
+            notes.append(f"the stored state is unusable: {error}")
+            log.error("job %s: %s", job.id, notes[-1])
+            return None
+        start.base, start.stored = found.turn, len(start.ids)
+        return start
+
+    def _from_nothing(self, job: Job, ids: list[int], notes: list[str]) -> Start:
+        moved = job.handoff is not None and job.handoff.get("path") not in (None, "none")
+        if moved and len(ids) > self._local:
+            raise SendBack("the state that had arrived is gone: this node was started again")
+        lengths = self._recorded(job, ids)
+        path: Path = "recomputed" if job.previous or moved else "cold"
+        if job.handoff is not None and job.handoff.get("error"):
+            path = "recomputed"
+            notes.append(f"no hand-off: {job.handoff['error']}")
+        return Start(path, self._model.fresh_cache(), [], [], lengths=lengths)
+
+    def _recorded(self, job: Job, ids: list[int]) -> list[int]:
+        """The parent's forwards again, then the default plan for what is new.
+
+        The same chunk boundaries give the same state on the same kind of device.
+        """
+        turn = self._store.get_turn(job.previous) if job.previous else None
+        if turn is None:
+            return []
+        lengths = expand_schedule(turn.schedule)
+        held = sum(lengths)
+        if not 0 < held < len(ids) or self._store.turn_ids(turn.id)[:held] != ids[:held]:
+            return []
+        return lengths + plan(held, len(ids) - 1, self._model.device.chunk)
+
+    def _restored(self, path: Path, pieces: Sequence[Piece], ids: Sequence[int]) -> Start:
+        state = restore(self._model, pieces, ids)
+        return Start(path, state.caches, state.ids, state.schedule, state.rope_delta)
+
+
+def _leads(held: Sequence[int], ids: Sequence[int]) -> bool:
+    return len(held) < len(ids) and list(ids[: len(held)]) == list(held)

@@ -1,0 +1,180 @@
+"""Hand-offs to decode nodes: one link per node, formed when needed, formed anew when it breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.config import LinkConfig
+from scheduler.nodes import Node, Nodes
+from scheduler.record import Job
+from scheduler.redis_client import AWAY
+from store.codec.header import Piece
+from transport.errors import LinkError, Refused
+from transport.outbound import Transfer
+from transport.sender import Sender
+
+log = logging.getLogger("tandem.prefill")
+
+ATTEMPTS = 3
+#: Room for what a snapshot holds beyond the layout's estimate.
+_SLACK = 1 << 20
+
+
+class Links:
+    """The links of this prefill node, by decode node. Thread-safe."""
+
+    def __init__(self, nodes: Nodes, config: LinkConfig, node: str) -> None:
+        self._nodes = nodes
+        self._config = config
+        self._node = node
+        self._lock = threading.Lock()
+        self._senders: dict[str, tuple[str, Sender]] = {}
+
+    def begin(
+        self, job: Job, *, fingerprint: bytes, tokens: int, nbytes: int, block_tokens: int
+    ) -> Handoff:
+        """A hand-off of `tokens` positions to the job's decode node, offered at once if it is up.
+
+        Where it is not, pieces are kept and offered again at the end of the prefill.
+        """
+        offer = {
+            "response": job.id,
+            "fingerprint": fingerprint,
+            "tokens": tokens,
+            "nbytes": nbytes + _SLACK,
+            "block_tokens": block_tokens,
+        }
+        # A job that runs again makes a new transfer: its older one may have been acknowledged.
+        return Handoff(self, job.node, f"{job.id}-{job.run[:8]}", offer)
+
+    def sender(self, name: str) -> Sender:
+        """A live link to decode node `name`. Raises LinkError where it cannot be had."""
+        try:
+            node = self._nodes.get("decode", name)
+        except AWAY as error:
+            raise LinkError(f"Redis, where decode nodes are listed, is away: {error}") from error
+        if node is None or not node.link:
+            raise LinkError(f"decode node {name!r} is not there, or still loading its model")
+        with self._lock:
+            boot, sender = self._senders.get(name, ("", None))
+            if sender is not None and sender.alive and boot == node.boot:
+                return sender
+            if sender is not None:
+                del self._senders[name]
+        if sender is not None:
+            sender.close()
+        made = self._connect(node)
+        with self._lock:
+            raced = self._senders.get(name)
+            if raced is None or not raced[1].alive or raced[0] != node.boot:
+                self._senders[name] = (node.boot, made)
+                return made
+        made.close()
+        return raced[1]
+
+    def wait(self, name: str) -> None:
+        """Wait until decode node `name` is ready, at most the link's deadline."""
+        with contextlib.suppress(TimeoutError, *AWAY):
+            self._nodes.wait_for("decode", name, self._config.deadline_seconds)
+
+    def close(self) -> None:
+        """End all links."""
+        with self._lock:
+            senders = [sender for _, sender in self._senders.values()]
+            self._senders.clear()
+        for sender in senders:
+            sender.close()
+
+    def _connect(self, node: Node) -> Sender:
+        host, _, port = node.link.rpartition(":")
+        return Sender.connect(
+            (host, int(port)),
+            bytes.fromhex(node.secret),
+            self._config.deadline_seconds,
+            streams=self._config.streams,
+            node=self._node,
+        )
+
+
+class Handoff:
+    """One state on its way. `send` never raises: a link that fails is tried again at the end."""
+
+    def __init__(self, links: Links, node: str, name: str, offer: dict[str, Any]) -> None:
+        self._links = links
+        self._node = node
+        self._name = name
+        self._offer = offer
+        self._pieces: list[Piece] = []
+        self._attempt = 0
+        self._transfer: Transfer | None = None
+        self._errors: list[str] = []
+        self._try_offer()
+
+    def send(self, pieces: Sequence[Piece]) -> None:
+        """Queue rows; they leave in the background. Kept until the receiver has acknowledged."""
+        self._pieces += pieces
+        if self._transfer is not None:
+            self._push(pieces)
+
+    def finish(self, snapshot: Piece) -> dict[str, Any]:
+        """Send what is left and wait for the last word; returns the facts of the hand-off.
+
+        Waits for a decode node that is starting. Raises LinkError when `ATTEMPTS` attempts have
+        failed: the decode node computes then.
+        """
+        while True:
+            if self._transfer is None:
+                self._links.wait(self._node)
+                self._try_offer()
+                self._push(self._pieces)
+            if self._transfer is not None:
+                try:
+                    report = self._transfer.finish(snapshot)
+                except LinkError as error:
+                    self._failed(error)
+                else:
+                    self._pieces.clear()
+                    return {
+                        "bytes": report.bytes,
+                        "seconds": report.seconds,
+                        "exposed_seconds": report.exposed_seconds,
+                        "path": report.path,
+                        "streams": report.streams,
+                        "attempts": self._attempt,
+                        **({"errors": self._errors} if self._errors else {}),
+                    }
+            if self._attempt >= ATTEMPTS:
+                raise LinkError(self._errors[-1] if self._errors else "the link failed")
+
+    def abandon(self, reason: str) -> None:
+        """Give the state up: nobody will decode it."""
+        self._pieces.clear()
+        if self._transfer is not None:
+            self._transfer.abort(reason)
+
+    def _try_offer(self) -> None:
+        self._attempt += 1
+        try:
+            sender = self._links.sender(self._node)
+            self._transfer = sender.offer(self._name, attempt=self._attempt, **self._offer)
+        except LinkError as error:
+            self._failed(error)
+            if isinstance(error, Refused) and error.code in ("fingerprint", "version"):
+                self._attempt = ATTEMPTS  # no later attempt would fare better
+
+    def _push(self, pieces: Sequence[Piece]) -> None:
+        if self._transfer is None:
+            return
+        try:
+            self._transfer.send(pieces)
+        except LinkError as error:
+            self._failed(error)
+
+    def _failed(self, error: LinkError) -> None:
+        self._transfer = None
+        self._errors.append(str(error))
+        log.warning("hand-off of %s, attempt %d: %s", self._name, self._attempt, error)

@@ -1,0 +1,79 @@
+"""The prefill process: the model, then work."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+
+from engine.device import prepare
+from engine.errors import ModelError
+from engine.model import load as load_model
+from scheduler import data_dir
+from scheduler.config import Config, ConfigError, load
+from scheduler.nodes import Node, Nodes, Presence
+from scheduler.prefill_loop import PrefillLoop
+from scheduler.queue import prefill_queue
+from scheduler.record import JobError
+from scheduler.redis_client import connect
+from scheduler.supervisor import CONFIGURATION
+from store.codec.header import CodecError
+from worker_prefill.engine import Engine
+from worker_prefill.handoff import Links
+
+log = logging.getLogger("tandem.prefill")
+
+
+def main() -> int:
+    """Run the worker; the exit status says whether a restart could help."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    try:
+        config = load()
+        data_dir.prepare(config)
+        return run(config)
+    except (ConfigError, ModelError, CodecError) as error:
+        log.error("%s", error)
+        return CONFIGURATION  # starting again would end in the same way
+    except JobError as error:
+        log.error("%s", error)
+        return 1
+
+
+def run(config: Config) -> int:
+    """Serve the prefill queue until a stop is asked for."""
+    if config.model_dir is None:
+        raise ConfigError("model_dir is not set: start this worker with `tandem worker prefill`")
+    node = Node(
+        role="prefill",
+        name=config.node,
+        boot=uuid.uuid4().hex,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        queue=prefill_queue(),
+        state="starting",
+        facts={"model": config.model_name},
+    )
+    with Presence(config.redis_url, node) as presence:
+        model = load_model(config.model_dir, prepare())
+        log.info("state: %s", model.layout.describe())
+        links = Links(Nodes(connect(config.redis_url)), config.link, config.node)
+        engine = Engine(model, links, config.prefill.chunk)
+        loop = PrefillLoop(
+            config.redis_url,
+            engine,
+            node=config.node,
+            settings=config.jobs,
+            lock_dir=config.data_dir,
+            on_drain=lambda: presence.update(state="draining"),
+        )
+        presence.update(
+            state="ready",
+            fingerprint=model.fingerprint.hex(),
+            facts={"model": config.model_name, "device": model.device.kind, "chunk": engine.chunk},
+        )
+        log.info("ready: %s on %s", config.model_name, model.device.name)
+        try:
+            return loop.run()
+        finally:
+            links.close()
