@@ -146,6 +146,9 @@ class Transfer:
         if isinstance(message, Ready):
             self._grant = message
         elif isinstance(message, Ack):
+            if not message.duplicate if self._grant is None else not self._closed:
+                self.fail(LinkError("acknowledged before everything was sent", "protocol"))
+                return
             self._ack = message
             self.duplicate = message.duplicate
         elif self._grant is None:
