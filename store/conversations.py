@@ -29,7 +29,8 @@ def _tag(owner: str) -> bytes:
     return b"\1" + digest
 
 
-def _order_keys(ident: bytes, owner: str, created: float) -> tuple[bytes, bytes]:
+def order_keys(ident: bytes, owner: str, created: float) -> tuple[bytes, bytes]:
+    """The two keys in `order` of a conversation: among all, among its owner's."""
     tail = int(created * 1e6).to_bytes(8, "big") + ident
     return _EVERYONE + tail, _tag(owner) + tail
 
@@ -89,7 +90,7 @@ class Conversations:
                 "pinned": False,
             },
         )
-        for order in _order_keys(key, owner, created):
+        for order in order_keys(key, owner, created):
             txn.put(order, b"", db=self._environment.order)
         return True
 
@@ -145,7 +146,7 @@ class Conversations:
             record = self.get(txn, after)
             if record is None:
                 raise StoreError(f"there is no conversation {after}")
-            keys = _order_keys(after.encode(), record["owner"], record["created"])
+            keys = order_keys(after.encode(), record["owner"], record["created"])
             upper = keys[0 if owner is None else 1]
         result: list[dict[str, Any]] = []
         for key in _backwards(txn.cursor(db=self._environment.order), upper):
@@ -171,7 +172,7 @@ class Conversations:
         for number in range(record["turns"]):
             txn.delete(key + b"\0" + number.to_bytes(4, "big"), db=self._environment.conv)
         pages.delete(self._environment, txn, b"c" + key)
-        for order in _order_keys(key, record["owner"], record["created"]):
+        for order in order_keys(key, record["owner"], record["created"]):
             txn.delete(order, db=self._environment.order)
         txn.delete(key, db=self._environment.conv)
         gone: list[str] = []
@@ -184,10 +185,10 @@ class Conversations:
 
     def _is_free(self, txn: Txn, turn: str) -> bool:
         """Whether a turn has no children and its conversation no longer exists."""
-        if not self._turns.exists(txn, turn) or self._turns.link(txn, turn)[1]:
+        if not self._turns.exists(txn, turn):
             return False
-        record = self._turns.get(txn, turn)
-        return record is not None and self.get(txn, record.conversation) is None
+        link = self._turns.link(txn, turn)
+        return link.children == 0 and self.get(txn, link.conversation) is None
 
     def _put(self, txn: Txn, record: dict[str, Any]) -> None:
         txn.put(record["id"].encode(), msgpack.packb(record), db=self._environment.conv)

@@ -30,6 +30,11 @@ class State:
     created: float
     used: float
 
+    def pack(self) -> bytes:
+        """The form stored in `state`."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
     def ref(self) -> StateRef:
         """What callers outside the store see."""
         return StateRef(
@@ -92,7 +97,8 @@ class Pins:
         return len(self._counts)
 
 
-def _use_key(state: State) -> bytes:
+def use_key(state: State) -> bytes:
+    """The key in `lru`: microseconds of last use, then the turn."""
     return int(state.used * 1e6).to_bytes(8, "big") + state.turn.encode()
 
 
@@ -120,7 +126,7 @@ class States:
         old = self.get(txn, turn)
         if old is None:
             return 0
-        txn.delete(_use_key(old), db=self._environment.lru)
+        txn.delete(use_key(old), db=self._environment.lru)
         txn.delete(turn.encode(), db=self._environment.state)
         return self._blocks.unref(txn, old.snap) + self._blocks.unref(txn, old.head)
 
@@ -128,7 +134,7 @@ class States:
         """Set the time of last use, if the state exists and the time is later."""
         old = self.get(txn, turn)
         if old is not None and used > old.used:
-            txn.delete(_use_key(old), db=self._environment.lru)
+            txn.delete(use_key(old), db=self._environment.lru)
             self._put(txn, replace(old, used=used))
 
     def oldest_first(self, txn: Txn) -> Iterator[str]:
@@ -142,6 +148,5 @@ class States:
             yield State(**msgpack.unpackb(value))
 
     def _put(self, txn: Txn, state: State) -> None:
-        packed = msgpack.packb(asdict(state))
-        txn.put(state.turn.encode(), packed, db=self._environment.state)
-        txn.put(_use_key(state), b"", db=self._environment.lru)
+        txn.put(state.turn.encode(), state.pack(), db=self._environment.state)
+        txn.put(use_key(state), b"", db=self._environment.lru)

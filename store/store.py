@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from store.blocks import Blocks
+from store.check import Report, check
 from store.codec.header import Piece
 from store.conversations import Conversations
 from store.environment import BEGIN_SECONDS, Environment, Txn
@@ -318,7 +319,12 @@ class Store:
         with self.lock:
             return self.evictor.make_room(-(-bytes_free // self.environment.page_size))
 
-    # ------------------------------------------------------------------ numbers
+    # ------------------------------------------------------------------ upkeep
+
+    def check(self, *, repair: bool = False, payload: bool = True) -> Report:
+        """Walk everything that is stored; see `store.check.check`."""
+        self.flush()
+        return check(self, repair=repair, payload=payload)
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes: what is stored, how full the map is, what happened since the start."""

@@ -2,8 +2,9 @@
 
 The full token ids at the end of a turn are those of its parent followed by its own, unless the
 turn is `rebased` (its prompt was rendered differently from the stored past), when its own ids are
-all of them. The record and the ids lie in `pages`; `turn` holds what changes afterwards: the
-conversation it belongs to and how many children refer to it.
+all of them. The record and the ids lie in `pages`; `turn` holds the links: number of tokens and of
+children, parent, conversation. A tree is walked and deleted by the links alone, so that a damaged
+record costs itself and not its neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from sys import byteorder
 from typing import Any
 
@@ -23,7 +24,7 @@ from store.environment import Environment, Txn
 from store.errors import StoreError
 
 MAX_ID = 80
-_LINK = struct.Struct("<QI")
+_LINK = struct.Struct("<QI?")
 
 
 @dataclass(slots=True)
@@ -126,6 +127,32 @@ def unpack_ids(data: bytes) -> list[int]:
     return values.tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The `turn` entry. `total` counts all token ids up to the end of the turn."""
+
+    total: int
+    children: int
+    rebased: bool
+    parent: str | None
+    conversation: str
+
+    def pack(self) -> bytes:
+        """The form stored in `turn`."""
+        names = f"{self.parent or ''} {self.conversation}".encode("ascii")
+        return _LINK.pack(self.total, self.children, self.rebased) + names
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Link:
+        """The reverse of `pack`. Raises StoreError when damaged."""
+        try:
+            total, children, rebased = _LINK.unpack_from(data)
+            parent, conversation = bytes(data[_LINK.size :]).decode("ascii").split(" ")
+        except (struct.error, ValueError) as error:
+            raise StoreError(f"a turn's link is damaged ({error}): run a repair") from error
+        return cls(total, children, rebased, parent or None, conversation)
+
+
 def check_id(ident: str, what: str) -> bytes:
     """The key bytes of an id. Raises StoreError unless it is 1 to 80 printable ASCII characters."""
     if not (isinstance(ident, str) and 0 < len(ident) <= MAX_ID):
@@ -172,25 +199,25 @@ class Turns:
             return False
         base = 0
         if turn.parent is not None:
-            parent_total, _ = self.link(txn, turn.parent)
+            parent = self.link(txn, turn.parent)
             self._count_child(txn, turn.parent, 1)
-            base = 0 if turn.rebased else parent_total
+            base = 0 if turn.rebased else parent.total
         turn.total = base + len(turn.prompt_ids) + len(turn.output_ids)
         data = turn.to_dict()
         ids = data.pop("prompt_ids") + data.pop("output_ids")
         data["prompt"] = len(turn.prompt_ids)
         pages.put(self._environment, txn, b"t" + key, msgpack.packb(data))
         pages.put(self._environment, txn, b"i" + key, ids)
-        txn.put(key, _LINK.pack(turn.total, 0), db=self._environment.turn)
+        link = Link(turn.total, 0, turn.rebased, turn.parent, turn.conversation)
+        txn.put(key, link.pack(), db=self._environment.turn)
         return True
 
-    def link(self, txn: Txn, ident: str) -> tuple[int, int]:
-        """(token ids up to the turn's end, number of children). Raises StoreError if absent."""
+    def link(self, txn: Txn, ident: str) -> Link:
+        """What ties the turn to others. Raises StoreError if it is not stored."""
         found = txn.get(check_id(ident, "turn"), db=self._environment.turn)
         if found is None:
             raise StoreError(f"there is no turn {ident}")
-        total, children = _LINK.unpack(found)
-        return total, children
+        return Link.unpack(found)
 
     def path(self, txn: Txn, ident: str) -> list[Turn]:
         """The turn and all its ancestors, oldest first. Raises StoreError if one is missing."""
@@ -206,25 +233,19 @@ class Turns:
 
     def parent(self, txn: Txn, ident: str) -> str | None:
         """The parent's id, or None for a first turn. Raises StoreError if the turn is absent."""
-        record = pages.get(self._environment, txn, b"t" + check_id(ident, "turn"))
-        if record is None:
-            raise StoreError(f"there is no turn {ident}")
-        parent: str | None = msgpack.unpackb(record)["parent"]
-        return parent
+        return self.link(txn, ident).parent
 
     def ids(self, txn: Txn, ident: str) -> bytes:
         """All token ids up to the turn's end, uint32 LE. Raises StoreError if one is missing."""
         parts: list[bytes] = []
         at: str | None = ident
         while at is not None:
-            key = check_id(at, "turn")
-            record = pages.get(self._environment, txn, b"t" + key)
-            ids = pages.get(self._environment, txn, b"i" + key)
-            if record is None or ids is None:
-                raise StoreError(f"there is no turn {at}")
+            link = self.link(txn, at)
+            ids = pages.get(self._environment, txn, b"i" + at.encode("ascii"))
+            if ids is None:
+                raise StoreError(f"turn {at} has lost its token ids: run a repair")
             parts.append(ids)
-            data = msgpack.unpackb(record)
-            at = None if data["rebased"] else data["parent"]
+            at = None if link.rebased else link.parent
         return b"".join(reversed(parts))
 
     def remove(self, txn: Txn, ident: str) -> str | None:
@@ -239,6 +260,6 @@ class Turns:
         return parent
 
     def _count_child(self, txn: Txn, ident: str, change: int) -> None:
-        total, children = self.link(txn, ident)
-        packed = _LINK.pack(total, children + change)
-        txn.put(ident.encode("ascii"), packed, db=self._environment.turn)
+        link = self.link(txn, ident)
+        changed = replace(link, children=link.children + change)
+        txn.put(ident.encode("ascii"), changed.pack(), db=self._environment.turn)
