@@ -38,9 +38,10 @@ def at(point: str) -> None:
         return
     _visits += 1
     if _visits == SPEC.get("nth", 1):
-        os.kill(
-            os.getpid(), signal.SIGKILL if SPEC.get("act", "kill") == "kill" else signal.SIGSTOP
-        )
+        kill = SPEC.get("act", "kill") == "kill"
+        os.kill(os.getpid(), signal.SIGKILL if kill else signal.SIGSTOP)
+        # The signal is for the process: this thread may run on for a moment before it takes effect.
+        time.sleep(0.5)
 
 
 def around(name: str) -> None:

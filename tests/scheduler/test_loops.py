@@ -1,0 +1,377 @@
+"""The worker loops as real processes: the whole way, killed and frozen at every named point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from jobs_kit import Server, Worker, answer, assert_idle, eventually, new_job, oracle
+from rq.worker import BaseWorker
+
+from scheduler import events
+from scheduler.jobs import Jobs
+from scheduler.queue import rq_queue
+from scheduler.record import Job, NewJob, Status
+from scheduler.redis_client import connect
+
+#: Full counts instead of a sample.
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+
+#: Where a worker may die, and which one that is.
+POINTS = [
+    ("prefill", "before_take"),
+    ("prefill", "after_take"),
+    ("prefill", "mid_prefill"),
+    ("prefill", "prefilled"),
+    ("prefill", "after_handing_off"),
+    ("prefill", "mid_hand_off"),
+    ("prefill", "before_finish_prefill"),
+    ("prefill", "after_finish_prefill"),
+    ("decode", "before_take"),
+    ("decode", "after_take"),
+    ("decode", "mid_decode"),
+    ("decode", "before_commit"),
+    ("decode", "before_finish"),
+    ("decode", "after_finish"),
+]
+
+
+@pytest.fixture
+def jobs(client: redis.Redis) -> Jobs:
+    return Jobs(client)
+
+
+@pytest.fixture
+def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
+    """Starts workers; kills what is left of them afterwards."""
+    workers: list[Worker] = []
+
+    def start(role: str, **options: Any) -> Worker:
+        worker = Worker(role, redis_url, lock_dir=str(tmp_path), **options)
+        workers.append(worker)
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+def reaches(jobs: Jobs, resp: str, *states: Status, seconds: float = 30.0) -> Job:
+    """The job once it is in one of `states`."""
+
+    def look() -> Job | None:
+        job = jobs.get(resp)
+        return job if job.status in states else None
+
+    found: Job = eventually(look, f"{resp} does not reach {states}", seconds)
+    return found
+
+
+def check_answer(client: redis.Redis, jobs: Jobs, new: NewJob, seconds: float = 60.0) -> Job:
+    job = jobs.wait(new.id, seconds)
+    assert job.status == "completed", job.error
+    assert answer(client, new.id) == oracle(new)
+    return job
+
+
+def test_many_jobs_through_two_workers(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
+    prefill, decode = stack("prefill"), stack("decode", slots=3)
+    news = [new_job(answer=k % 5 + 1, tokens=20 + k) for k in range(20)]
+    for new in news:
+        jobs.accept(new)
+    pids = set()
+    for new in news:
+        job = check_answer(client, jobs, new)
+        assert job.handoff is not None
+        assert job.handoff["path"] == "tcp"
+        assert job.prefilled_tokens == job.prompt_tokens - 1
+        assert job.output is not None
+        pids.add(job.output["pid"])
+    assert pids == {decode.process.pid}, "all in the one process that holds the model"
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+    names = {worker.name.rsplit("-", 2)[0]: worker for worker in BaseWorker.all(client)}
+    assert set(names) == {"prefill-local", "decode-local"}
+    eventually(
+        lambda: all(
+            client.hget(worker.key, "state") == b"idle" for worker in BaseWorker.all(client)
+        ),
+        "workers are not shown as idle",
+    )
+    assert prefill.stop() == 0
+    assert decode.stop() == 0
+    assert BaseWorker.all(client) == []
+
+
+@pytest.mark.parametrize(("role", "point"), POINTS)
+def test_killed_at_a_point_the_job_ends_once(
+    client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
+) -> None:
+    options: dict[str, Any] = {"step_s": 0.005}
+    other = stack("decode" if role == "prefill" else "prefill", **options)
+    new = new_job(conversation="conv_a", lock=True, answer=8)
+    jobs.accept(new)
+    nth = 5 if point == "mid_decode" else 1
+    victim = stack(role, point=point, nth=nth, **options)
+    assert victim.process.wait(30) == -signal.SIGKILL
+    # The successor takes the lock of its dead predecessor, so it takes back the job at boot.
+    stack(role, **options)
+    job = check_answer(client, jobs, new)
+    assert job.attempts <= 2
+    assert other.process.poll() is None
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+FREEZING = [
+    ("prefill", "before_finish_prefill"),
+    ("decode", "mid_decode"),
+    ("prefill", "mid_prefill"),
+    ("decode", "before_finish"),
+]
+
+
+@pytest.mark.parametrize(("role", "point"), FREEZING if SOAK else FREEZING[:2])
+def test_frozen_past_its_lease_a_worker_cannot_finish(
+    client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
+) -> None:
+    options: dict[str, Any] = {"step_s": 0.005, "lease": 3}
+    stack("decode" if role == "prefill" else "prefill", **options)
+    new = new_job(answer=8)
+    jobs.accept(new)
+    frozen = stack(role, point=point, nth=2 if point == "mid_decode" else 1, act="stop", **options)
+    eventually(lambda: _is_stopped(frozen.process.pid), "it does not freeze")
+    before = jobs.get(new.id)
+    # Another machine's worker of the same queue: it must wait for the lease.
+    with Worker(role, frozen_url(client), **options):
+        job = check_answer(client, jobs, new)
+        log = events.read(client, new.id)
+        frozen.send(signal.SIGCONT)
+        assert job.run != before.run
+        assert frozen.stop() == 0
+        assert events.read(client, new.id) == log
+        assert jobs.get(new.id) == job
+    assert_idle(client)
+
+
+def frozen_url(client: redis.Redis) -> str:
+    return f"unix://{client.connection_pool.connection_kwargs['path']}"
+
+
+def _is_stopped(pid: int) -> bool:
+    done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+    return done == pid and os.WIFSTOPPED(status)
+
+
+def test_a_job_that_kills_its_worker_each_time_fails_clearly(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    new = new_job()
+    jobs.accept(new)
+    for _ in range(2):
+        worker = stack("prefill", point="mid_prefill", max_attempts=2)
+        assert worker.process.wait(30) == -signal.SIGKILL
+    stack("prefill", max_attempts=2)
+    job = jobs.wait(new.id, 30)
+    assert job.status == "failed"
+    assert job.error is not None
+    assert job.error["code"] == "worker_lost"
+    assert_idle(client)
+
+
+@pytest.mark.parametrize("where", ["prefill", "tail", "add", "decode"])
+def test_an_engine_error_concerns_its_own_job_only(
+    client: redis.Redis, jobs: Jobs, stack: Any, where: str
+) -> None:
+    stack("prefill", log="CRITICAL")
+    stack("decode", step_s=0.005, log="CRITICAL")
+    bad = new_job(answer=3, request={"fail": where})
+    good = [new_job(answer=20) for _ in range(3)]
+    for new in (good[0], bad, *good[1:]):
+        jobs.accept(new)
+    for new in good:
+        check_answer(client, jobs, new)
+    job = jobs.wait(bad.id, 30)
+    if where == "tail":
+        assert job.status == "completed", "the decode node prefills by itself"
+        assert job.handoff is not None
+        assert job.handoff["path"] == "none"
+    else:
+        assert job.status == "failed"
+        assert job.error is not None
+        assert "secret detail" not in job.error["message"]
+        assert events.read(client, bad.id)[-1].data["type"] == "response.failed"
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+def test_a_decode_that_asks_for_it_gets_another_prefill(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    stack("prefill")
+    stack("decode")
+    new = new_job(request={"send_back": True})
+    jobs.accept(new)
+    check_answer(client, jobs, new)
+    assert client.hget(f"tandem:job:{new.id}", "returns") == b"1"
+
+
+@pytest.mark.parametrize("state", ["prefilling", "handing_off", "decoding"])
+def test_cancel_acts_at_the_next_chunk_or_step(
+    client: redis.Redis, jobs: Jobs, stack: Any, state: Status
+) -> None:
+    stack("prefill", chunk_s=0.05, tail_s=0.3)
+    stack("decode", step_s=0.02)
+    new, next_one = (new_job(tokens=40, answer=n) for n in (100_000, 3))
+    jobs.accept(new)
+    jobs.accept(next_one)
+    reaches(jobs, new.id, state)
+    if state == "decoding":
+        eventually(lambda: jobs.get(new.id).first_token_at, "no token")
+    jobs.cancel(new.id)
+    job = jobs.wait(new.id, 10)
+    assert (job.status, job.error) == ("cancelled", None)
+    log = events.read(client, new.id)
+    assert log[-1].data["status"] == "cancelled"
+    check_answer(client, jobs, next_one)
+    assert events.read(client, new.id) == log, "no further tokens"
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+    for queue in ("prefill", "decode"):
+        assert rq_queue(queue, client).failed_job_registry.count == 0
+
+
+def test_a_burst_of_cancels_leaves_a_working_queue(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    stack("prefill", chunk_s=0.001)
+    stack("decode", step_s=0.001)
+    news = [new_job(answer=10, tokens=30) for _ in range(100)]
+    for new in news:
+        jobs.accept(new)
+    for new in news[5:]:
+        jobs.cancel(new.id)
+    for new in news[:5]:
+        job = jobs.wait(new.id, 30)
+        assert job.status == "completed"
+        assert answer(client, new.id) == oracle(new)
+    for new in news[5:]:
+        assert jobs.wait(new.id, 30).status in ("cancelled", "completed")
+        answer(client, new.id)
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+def test_sigterm_finishes_what_runs(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
+    prefill = stack("prefill", chunk_s=0.05)
+    decode = stack("decode", step_s=0.02)
+    news = [new_job(answer=150) for _ in range(2)]
+    for new in news:
+        jobs.accept(new)
+    reaches(jobs, news[0].id, "decoding")
+    reaches(jobs, news[1].id, "prefilling")
+    assert prefill.stop() == 0
+    assert jobs.get(news[1].id).stage == "decode"
+    reaches(jobs, news[1].id, "decoding")
+    assert decode.stop() == 0
+    for new in news:
+        check_answer(client, jobs, new)
+    assert_idle(client)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_after_its_grace_a_worker_hands_back(
+    client: redis.Redis, jobs: Jobs, stack: Any, role: str
+) -> None:
+    slow = {"chunk_s": 0.1, "step_s": 0.05, "drain": 0}
+    worker = stack(role, **slow)
+    new = new_job(stage=role, tokens=5000 if role == "prefill" else 40, answer=200)
+    jobs.accept(new)
+    reaches(jobs, new.id, "prefilling" if role == "prefill" else "decoding")
+    assert worker.stop() == 0
+    job = jobs.get(new.id)
+    assert (job.status, job.attempts) == ("queued", 0)
+    assert not client.exists("tandem:leases")
+    assert jobs.position(new.id) == 0
+    stack(role)
+    if role == "decode":
+        check_answer(client, jobs, new)
+    else:
+        reaches(jobs, new.id, "handing_off")
+
+
+def test_a_second_signal_hands_back_at_once(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
+    worker = stack("prefill", chunk_s=4.0, drain=60)
+    new = new_job(tokens=40)
+    jobs.accept(new)
+    reaches(jobs, new.id, "prefilling")
+    worker.send(signal.SIGTERM)
+    # The same signal within half a second is taken for an echo of the first.
+    eventually(lambda: client.ttl("tandem:nothing") == -2, "")
+    time.sleep(0.6)
+    worker.send(signal.SIGTERM)
+    job = reaches(jobs, new.id, "queued", seconds=3.0)
+    assert job.attempts == 0
+    assert worker.process.wait(30) == 0
+
+
+def test_two_workers_of_one_node_and_role_are_refused(stack: Any, jobs: Jobs) -> None:
+    first = stack("prefill")
+    new = new_job()
+    jobs.accept(new)
+    reaches(jobs, new.id, "handing_off")
+    second = stack("prefill", quiet=True)
+    _, stderr = second.process.communicate(timeout=30)
+    assert second.process.returncode == 1
+    assert b"another process serves prefill-local" in stderr
+    assert first.process.poll() is None
+
+
+def test_redis_killed_mid_run_loses_nothing(durable_redis: Server, tmp_path: Path) -> None:
+    url = durable_redis.url
+    client = connect(url)
+    jobs = Jobs(client)
+    options: dict[str, Any] = {"lock_dir": str(tmp_path), "log": "CRITICAL", "step_s": 0.01}
+    with (
+        Worker("prefill", url, chunk_s=0.05, **options),
+        Worker("decode", url, **options) as decode,
+    ):
+        news = [new_job(answer=100, tokens=60) for _ in range(4)]
+        for new in news:
+            jobs.accept(new)
+        reaches(jobs, news[0].id, "decoding")
+        reaches(jobs, news[2].id, "prefilling")
+        durable_redis.kill()
+        time.sleep(1.0)  # an outage has to last; nothing is being waited for
+        durable_redis.start()
+        for new in news:
+            job = check_answer(client, jobs, new)
+            assert job.attempts == 1, "workers kept what they ran"
+        # The listeners are back: a cancel reaches a running job.
+        long = new_job(answer=100_000)
+        jobs.accept(long)
+        reaches(jobs, long.id, "decoding")
+        jobs.cancel(long.id)
+        assert jobs.wait(long.id, 2.0).status == "cancelled"
+        eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+        assert decode.stop() == 0
+    assert_idle(client)
+    client.close()
+
+
+def test_what_was_accepted_survives_redis_alone(durable_redis: Server) -> None:
+    client = connect(durable_redis.url)
+    jobs = Jobs(client)
+    news = [new_job() for _ in range(20)]
+    for new in news:
+        jobs.accept(new)
+    durable_redis.kill()
+    durable_redis.start()
+    assert [jobs.position(new.id) for new in news] == list(range(20))
+    client.close()

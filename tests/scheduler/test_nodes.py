@@ -1,0 +1,59 @@
+"""The registry of nodes: who lives, who has gone, and waiting for one."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from jobs_kit import eventually
+
+from scheduler.nodes import Node, Nodes, Presence
+
+
+def test_a_node_is_listed_while_it_lives(client: redis.Redis, redis_url: str) -> None:
+    nodes = Nodes(client)
+    node = Node(
+        "decode", "m3", queue="decode-m3", link="127.0.0.1:9", secret="s", facts={"slots": 8}
+    )
+    with Presence(redis_url, node, ttl=0.9) as presence:
+        with pytest.raises(TimeoutError, match="decode node 'm3' is starting"):
+            nodes.wait_for("decode", "m3", 0.3)
+        presence.update(state="ready", fingerprint="ab")
+        found = nodes.wait_for("decode", "m3", 5.0)
+        assert (found.fingerprint, found.facts, found.pid) == ("ab", {"slots": 8}, node.pid)
+        assert nodes.list() == nodes.list("decode") == [found]
+        assert nodes.list("prefill") == []
+        # Refreshed: it outlives its TTL several times over.
+        before = client.pttl(found.key)
+        eventually(lambda: client.pttl(found.key) > before, "the entry is not refreshed")
+    assert nodes.list() == []
+    with pytest.raises(TimeoutError, match="has not reported"):
+        nodes.wait_for("decode", "m3", 0.0)
+
+
+def test_a_dead_nodes_entry_expires(client: redis.Redis, redis_url: str) -> None:
+    presence = Presence(redis_url, Node("prefill", "m5"), ttl=0.3)
+    presence.start()
+    eventually(lambda: Nodes(client).get("prefill", "m5"), "not registered")
+    assert 0 < client.pttl("tandem:node:prefill:m5") <= 300
+    presence.stop()
+
+
+def test_a_predecessor_does_not_remove_its_successor(client: redis.Redis, redis_url: str) -> None:
+    with Presence(redis_url, Node("decode", "m3"), ttl=30) as old:
+        eventually(lambda: Nodes(client).get("decode", "m3"), "not registered")
+        with Presence(redis_url, Node("decode", "m3"), ttl=30) as new:
+            eventually(
+                lambda: (n := Nodes(client).get("decode", "m3")) and n.boot == new.node.boot,
+                "not replaced",
+            )
+            old.stop()
+            found = Nodes(client).get("decode", "m3")
+            assert found is not None
+            assert found.boot == new.node.boot
+
+
+def test_garbage_in_the_registry_is_skipped(client: redis.Redis) -> None:
+    client.set("tandem:node:decode:bad", b"\xc1")
+    client.set("tandem:node:decode:odd", b"\x01")
+    assert Nodes(client).list() == []
+    assert Nodes(client).get("decode", "bad") is None
