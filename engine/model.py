@@ -23,6 +23,8 @@ from engine.device import Device
 from engine.errors import ModelError
 from engine.probe import Batching, probe
 from store.codec.classes import is_transient
+from store.codec.fingerprint import fingerprint
+from store.codec.header import CodecError
 from store.codec.layout import Layout, walk
 from store.codec.transient import NullKVCache
 
@@ -39,7 +41,18 @@ class Model:
     every call must pass. `eos_ids` are the tokens that end an answer.
     """
 
-    def __init__(self, path: Path, model: Module, config: dict[str, Any], device: Device) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: Module,
+        config: dict[str, Any],
+        device: Device,
+        fingerprint: bytes | None = None,
+    ) -> None:
+        """`fingerprint` is given for a model that does not come from files.
+
+        Raises `ModelError` when the model makes a cache class that cannot be stored.
+        """
         self.path = path
         self.model = model
         self.device = device
@@ -54,7 +67,12 @@ class Model:
         self.context_length = int(length) if length else 1 << 31
         self.eos_ids = _eos_ids(path, config, text)
         self.mrope = hasattr(self.lm, "_rope_deltas")
+        self._fingerprint = fingerprint
         self._skip_logits = "skip_logits" in inspect.signature(type(self.lm).__call__).parameters
+        try:
+            self._unmeasured = Layout.of(self.fresh_cache(), self.model_type)
+        except CodecError as error:
+            raise ModelError(f"{path.name} cannot be served: {error}") from error
 
     def fresh_cache(self) -> Caches:
         """An empty cache list for one row, as the model makes it, without its transient slots."""
@@ -94,10 +112,9 @@ class Model:
     @functools.cached_property
     def layout(self) -> Layout:
         """How this model's state is cut for the wire and the store."""
-        empty = Layout.of(self.fresh_cache(), self.model_type, self.fingerprint)
         # Widths are known once every growing array has a row, which takes this many tokens.
         caches = self.fresh_cache()
-        tokens = mx.zeros((1, empty.unit), dtype=mx.int32)
+        tokens = mx.zeros((1, self._unmeasured.unit), dtype=mx.int32)
         self.forward(tokens, caches, [0], logits=False)
         evaluate(caches)
         return Layout.of(caches, self.model_type, self.fingerprint)
@@ -110,12 +127,14 @@ class Model:
     @functools.cached_property
     def fingerprint(self) -> bytes:
         """16 bytes that change with anything that changes this model's states."""
-        from store.codec.fingerprint import fingerprint
-
-        digest: bytes = fingerprint(
-            self.path, extra={"mlx_vlm": version("mlx-vlm"), "dtype": self.device.dtype}
-        )
-        return digest
+        if self._fingerprint is not None:
+            return self._fingerprint
+        try:
+            return fingerprint(
+                self.path, extra={"mlx_vlm": version("mlx-vlm"), "dtype": self.device.dtype}
+            )
+        except CodecError as error:
+            raise ModelError(str(error)) from error
 
     @functools.cached_property
     def nbytes(self) -> int:

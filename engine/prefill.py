@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from engine.errors import ModelError
+from engine.memory import fit_chunk
 from engine.model import Caches, Model, evaluate
 
 # Some models (glm5_next) compute forwards of up to 8 tokens by another path than longer ones, with
@@ -99,6 +100,7 @@ class Prefill:
         if sum(self._left) != stop - start or any(length < 1 for length in self._left):
             raise ValueError(f"the schedule does not cover tokens {start} to {stop}")
         self._left.reverse()
+        self._bounded = lengths is None
 
     @property
     def remaining(self) -> int:
@@ -112,11 +114,17 @@ class Prefill:
     def step(self) -> tuple[int, int]:
         """Compute and evaluate the next chunk; returns its range [start, stop).
 
-        Raises `StopIteration` when nothing remains.
+        A chunk that would not fit into memory is halved first, and the rest planned anew. Raises
+        `StopIteration` when nothing remains, `ModelError` when no useful chunk fits.
         """
         if not self._left:
             raise StopIteration
-        start, length = self.position, self._left.pop()
+        start = self.position
+        if self._bounded:
+            size = fit_chunk(self.model, self._left[-1], start)
+            if size < self._left[-1]:
+                self.replan(size)
+        length = self._left.pop()
         tokens = mx.array([self.ids[start : start + length]], dtype=mx.int32)
         self.model.forward(tokens, self.caches, [self.rope_delta], logits=False)
         evaluate(self.caches)

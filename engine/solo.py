@@ -106,7 +106,8 @@ def main() -> int:
         tokenizer = load_tokenizer(model.path)
         runs = []
         for run in request["runs"]:
-            params = SamplingParams.from_json(run.get("params") or {})
+            asked = {"stop_ids": sorted(model.eos_ids), **(run.get("params") or {})}
+            params = SamplingParams.from_json(asked)
             found = answer(
                 model, run["ids"], run.get("schedule") or (), params, tokenizer=tokenizer
             )

@@ -74,4 +74,6 @@ def small(tmp_path_factory: pytest.TempPathFactory, device: Device) -> Model:
         ]
     )
     mx.eval(lm.parameters())
-    return Model(tmp_path_factory.mktemp("small"), lm, config, device)
+    return Model(
+        tmp_path_factory.mktemp("small"), lm, config, device, fingerprint=b"small model 0001"
+    )
