@@ -1,0 +1,265 @@
+"""A real API over a real Redis and a real store, with workers that only pretend to compute."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from api_kit import make_model_dir
+from openai import OpenAI
+
+from scheduler import items
+from scheduler.api import create_app
+from scheduler.config import Config
+from scheduler.nodes import Node, Presence
+from scheduler.record import Job, Result
+from scheduler.redis_client import connect
+from scheduler.runs import Runs
+from scheduler.serializer import pack
+from scheduler.tokenizer import Tokenizer
+from store.rpc import serve
+from store.store import Store
+from store.turns import Turn
+
+Say = Callable[[Job], str]
+
+
+class Workers(threading.Thread):
+    """Takes jobs through both stages as the real workers do, and commits their turns."""
+
+    def __init__(self, config: Config, store: Store, tokenizer: Tokenizer) -> None:
+        super().__init__(daemon=True)
+        self.config = config
+        self.store = store
+        self.tokenizer = tokenizer
+        self.runs = Runs(connect(config.redis_url, patience=0), config.jobs)
+        self.say: Say = lambda job: f"You sent {job.prompt_tokens} tokens. 東京 👩‍👩‍👧 é!"
+        self.may_prefill = threading.Event()
+        self.may_decode = threading.Event()
+        self.may_finish = threading.Event()
+        self.halfway = threading.Event()
+        self.fail_with: str | None = None
+        self.ended = threading.Event()
+        self.prompts: dict[str, list[int]] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Let every stage run."""
+        for gate in (self.may_prefill, self.may_decode, self.may_finish):
+            gate.set()
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            worked = self._prefill() if self.may_prefill.is_set() else False
+            worked = (self._decode() if self.may_decode.is_set() else False) or worked
+            if not worked:
+                self.ended.wait(0.005)
+
+    def _prefill(self) -> bool:
+        job = self.runs.take("prefill", "prefill-test", "prefill:local")
+        if job is None:
+            return False
+        facts = {"bytes": 1000, "seconds": 0.01, "path": "tcp"}
+        self.runs.finish_prefill(job, facts, self.config.decode_queue, job.prompt_tokens - 1)
+        return True
+
+    def _decode(self) -> bool:
+        job = self.runs.take(self.config.decode_queue, "decode-test", "decode:local")
+        if job is None:
+            return False
+        self.prompts[job.id] = job.prompt_ids
+        if self.fail_with is not None:
+            self.runs.fail(job, "server_error", self.fail_with)
+            return True
+        at = self.runs.client.xlen(f"tandem:events:{job.id}")
+        text = self.say(job)
+        pieces = self._pieces(text)
+        stop = next(iter(sorted(self.tokenizer.eos_ids)))
+        ids: list[int] = []
+        at = self._emit(
+            job, at, {"type": "response.output_item.added"}, {"type": "response.content_part.added"}
+        )
+        limit = job.request["params"]["max_output_tokens"]
+        said, finish = "", "stop"
+        for number, (piece, new) in enumerate(pieces):
+            if number == len(pieces) // 2:
+                self.halfway.set()
+                if self._hold(job, self.may_finish):
+                    self.runs.cancelled(job, {"text": said, "finish": "cancelled"})
+                    return True
+            if len(ids) + len(new) >= limit:
+                finish = "length"
+                break
+            ids += new
+            said += piece
+            event = {"type": "response.output_text.delta", "delta": piece, "ids": new}
+            at = self._emit(job, at, event)
+        done = "completed" if finish == "stop" else "incomplete"
+        output = {"text": said, "finish": finish}
+        ids += [stop] if finish == "stop" else []
+        cached = job.held_tokens
+        usage = {
+            "input_tokens": job.prompt_tokens,
+            "output_tokens": len(ids),
+            "cached_tokens": cached,
+        }
+        if job.request["store"]:
+            self._commit(job, ids, output, done, usage)
+        self.runs.finish(
+            job,
+            Result(
+                status=done,
+                reason="max_output_tokens" if finish == "length" else "",
+                output=output,
+                usage=usage,
+                path={"path": "hot" if cached else "cold"},
+                events=[
+                    {"type": "response.output_text.done", "text": said},
+                    {"type": "response.content_part.done", "text": said},
+                    {"type": "response.output_item.done", "text": said, "status": done},
+                ],
+                computed_tokens=job.prompt_tokens - cached,
+            ),
+        )
+        return True
+
+    def _pieces(self, text: str) -> list[tuple[str, list[int]]]:
+        """The text in its own tokens, cut only where whole characters end."""
+        pieces: list[tuple[str, list[int]]] = []
+        new: list[int] = []
+        for token in self.tokenizer.encode_text(text):
+            new.append(token)
+            piece = self.tokenizer.decode(new)
+            if "\ufffd" not in piece:
+                pieces.append((piece, new))
+                new = []
+        return pieces
+
+    def _hold(self, job: Job, gate: threading.Event) -> bool:
+        """Wait at a gate; True where the job was cancelled meanwhile."""
+        while not gate.wait(0.01):
+            if self.runs.client.hget(f"tandem:job:{job.id}", "cancel") == b"1":
+                return True
+            if self.ended.is_set():
+                break
+        return False
+
+    def _emit(self, job: Job, first: int, *events: dict[str, Any]) -> int:
+        tokens = any(event.get("ids") for event in events)
+        outcome = self.runs.append(job, first, [pack(event) for event in events], tokens)
+        assert outcome in ("ok", "cancel"), outcome
+        return first + len(events)
+
+    def _commit(
+        self, job: Job, ids: list[int], output: dict[str, Any], status: str, usage: dict[str, int]
+    ) -> None:
+        request = job.request
+        prompt = request["prompt"]
+        own = job.prompt_ids if prompt["rebased"] else job.prompt_ids[prompt["shared"] :]
+        assert job.conversation is not None
+        self.store.put_turn(
+            Turn(
+                id=job.id,
+                conversation=job.conversation,
+                parent=job.previous,
+                owner=job.owner,
+                created=job.created_at,
+                model=job.model,
+                items=[*request["input"], *items.output_items(job.id, output, status)],
+                params={k: v for k, v in request.items() if k != "input"},
+                prompt_ids=own,
+                output_ids=ids,
+                rebased=prompt["rebased"],
+                usage=usage,
+                status=status,
+                finish=output["finish"],
+            )
+        )
+
+
+class Stack:
+    """Everything that a client of the API can meet."""
+
+    def __init__(self, redis_url: str, *, context: int = 4096, **sections: Any) -> None:
+        # Short, because the sockets' paths have to be.
+        self.dir = Path(tempfile.mkdtemp(prefix="ta-"))
+        self.config = Config.model_validate(
+            {
+                "data_dir": str(self.dir / "d"),
+                "model": "test-model",
+                "model_dir": str(make_model_dir(self.dir / "m", context=context)),
+                "redis": {"url": redis_url},
+                **sections,
+            }
+        )
+        self.config.runtime_dir.mkdir(mode=0o700, exist_ok=True)
+        self.store = Store.open(self.dir / "store", 256 << 20)
+        self.rpc = serve(self.store, self.config.store_socket)
+        self.tokenizer = Tokenizer.load(self.dir / "m")
+        self.workers = Workers(self.config, self.store, self.tokenizer)
+        self.present = [
+            Presence(redis_url, Node(role, "local", state="ready"))  # type: ignore[arg-type]  # role
+            for role in ("prefill", "decode")
+        ]
+        self.server: uvicorn.Server
+        self.thread: threading.Thread
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> OpenAI:
+        """The official client, which does not try again by itself."""
+        options = {"api_key": self.config.api.token or "none", "max_retries": 0, **options}
+        return OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def start_api(self) -> None:
+        app = create_app(self.config)
+        self.server = uvicorn.Server(
+            uvicorn.Config(
+                app, port=self.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"
+            )
+        )
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        end = time.monotonic() + 30
+        while not self.server.started:
+            assert time.monotonic() < end, "the API does not start"
+            assert self.thread.is_alive(), "the API ended"
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+
+    def stop_api(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def __enter__(self) -> Stack:
+        for presence in self.present:
+            presence.start()
+        self.workers.start()
+        self.start_api()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.workers.open()
+        self.workers.ended.set()
+        self.workers.join(10)
+        self.workers.runs.client.close()
+        self.stop_api()
+        for presence in self.present:
+            presence.stop()
+        self.rpc.close()
+        self.store.close()
+        shutil.rmtree(self.dir, ignore_errors=True)
+        for path in (self.config.store_socket, self.config.runtime_dir):
+            if path.is_dir():
+                os.rmdir(path)
