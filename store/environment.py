@@ -93,13 +93,15 @@ class Environment:
     ) -> Environment:
         """Lock the directory and open the environment in it.
 
-        `size_bytes` is the cap of the data file, at least 32 MiB. Raises StoreError if another
-        process owns the directory, if it holds no store and `create` is false, or if the store
-        was written by another format.
+        `size_bytes` is the cap of the data file, at least 32 MiB; 0 keeps that of an existing
+        store. Raises StoreError if another process owns the directory, if it holds no store and
+        `create` is false, or if the store was written by another format.
         """
-        if size_bytes < 32 << 20:
-            raise StoreError(f"a store of {size_bytes} bytes is too small: give it 32 MiB or more")
         exists = (path / "data.mdb").exists()
+        if size_bytes < 32 << 20 and not (size_bytes == 0 and exists):
+            if size_bytes == 0 and not create:
+                raise StoreError(f"there is no store in {path}: check the data directory")
+            raise StoreError(f"a store of {size_bytes} bytes is too small: give it 32 MiB or more")
         if not exists and not create:
             raise StoreError(f"there is no store in {path}: check the data directory")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -204,17 +206,22 @@ class Environment:
                 "free some space; what is stored is kept"
             )
 
-    def close(self) -> None:
-        """Finish what is queued, flush and release the directory. Calling it twice is harmless."""
-        if self._closed:
-            return
-        self._closed = True
-        self._queue.put(None)
-        self._writer.join(self.begin_seconds)
-        if not self._writer.is_alive():
+    def close(self, *, keep_lock: bool = False) -> None:
+        """Finish what is queued, flush and release the directory. Calling it twice is harmless.
+
+        With `keep_lock` the directory stays locked until the next call.
+        """
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._writer.join(self.begin_seconds)
+            if self._writer.is_alive():
+                return  # stuck in `begin`: closing under it would crash, the process must end
             self.env.sync(True)
             self.env.close()
+        if self._lock_fd >= 0 and not keep_lock and not self._writer.is_alive():
             os.close(self._lock_fd)
+            self._lock_fd = -1
 
 
 def _commit(txn: Txn, work: Callable[[Txn], T]) -> T:

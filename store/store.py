@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from store.blocks import Blocks
+from store.bundle import export_conversation, import_conversation
 from store.check import Report, check
 from store.codec.header import Piece
 from store.conversations import Conversations
@@ -325,6 +326,14 @@ class Store:
         """Walk everything that is stored; see `store.check.check`."""
         self.flush()
         return check(self, repair=repair, payload=payload)
+
+    def export_conversation(self, ident: str, path: Path) -> dict[str, int]:
+        """Write a conversation to one file; see `store.bundle.export_conversation`."""
+        return export_conversation(self, ident, path)
+
+    def import_conversation(self, path: Path) -> dict[str, int]:
+        """Store a conversation from such a file; see `store.bundle.import_conversation`."""
+        return import_conversation(self, path)
 
     def stats(self) -> dict[str, Any]:
         """Counts and sizes: what is stored, how full the map is, what happened since the start."""

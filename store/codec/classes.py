@@ -365,6 +365,12 @@ class QSAQuantized(Quantized):
     def rows(self, cache: Any) -> tuple[Growing, ...]:
         return (*super().rows(cache), _Indexer.GROWING)
 
+    def array(self, cache: Any, name: str) -> mx.array | None:
+        if name != _Indexer.GROWING.name:
+            return super().array(cache, name)
+        found: mx.array | None = cache.index_keys
+        return found
+
     def state(self, cache: Any) -> State:
         return _Indexer.state(cache)
 

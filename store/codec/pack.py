@@ -280,6 +280,18 @@ def _tree(value: Any, first: int) -> Any:
     return {name: encode(member) for name, member in value.items()}
 
 
+def _tables(sources: Sequence[_Source], cuts: Sequence[int]) -> list[tuple[Leaf, ...]]:
+    """The leaf table of each block. Blocks of equal row counts share one object."""
+    known: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
+    tables = []
+    for a, b in pairwise(cuts):
+        counts = tuple(b // source.row.ratio - a // source.row.ratio for source in sources)
+        if counts not in known:
+            known[counts] = tuple(source.leaf(a, b) for source in sources)
+        tables.append(known[counts])
+    return tables
+
+
 def _on_host(
     sources: Sequence[_Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
 ) -> list[memoryview]:

@@ -46,24 +46,31 @@ class _Target:
         self.memory = memory.allocate(self.row_bytes * capacity)
         self._outer = math.prod(width.shape[: row.axis])
         self._view: memory.Bytes | None = memory.view(self.memory)
+        self._flat: memoryview | None = memory.flat_buffer(self.memory)
 
     def put(self, payload: memoryview, offset: int, rows: int) -> None:
         """Copy `rows` rows that lie at `offset` of a payload behind those already here."""
-        if not rows or not self.row_bytes:
-            self.filled += rows
-            return
-        inner = rows * self.row_bytes // self._outer
-        width = self.row_bytes // self._outer
-        stride = self.capacity * width
-        target = np.ndarray(
-            (self._outer, inner), np.uint8, self._view, self.filled * width, (stride, 1)
-        )
-        np.copyto(target, np.ndarray((self._outer, inner), np.uint8, payload, offset))
+        nbytes = rows * self.row_bytes
+        if nbytes and self._outer == 1:
+            # The common case, and called for every array of every block.
+            assert self._flat is not None
+            at = self.filled * self.row_bytes
+            self._flat[at : at + nbytes] = payload[offset : offset + nbytes]
+        elif nbytes:
+            inner, width = nbytes // self._outer, self.row_bytes // self._outer
+            target = np.ndarray(
+                (self._outer, inner),
+                np.uint8,
+                self._view,
+                self.filled * width,
+                (self.capacity * width, 1),
+            )
+            np.copyto(target, np.ndarray((self._outer, inner), np.uint8, payload, offset))
         self.filled += rows
 
     def array(self) -> mx.array:
         """The finished array, unevaluated: the whole buffer, or its live rows where exact."""
-        self._view = None
+        self._view = self._flat = None
         shape = list(self.width.shape)
         shape[self.row.axis] = self.capacity
         whole = memory.shaped(self.memory, self.width.dtype, shape)
@@ -110,7 +117,7 @@ class Importer:
             max_bytes = layout.rows_bytes(0, capacity) if layout.measured else MAX_PAYLOAD
         self._room = max_bytes
         self._targets: dict[tuple[tuple[int, ...], str], _Target] = {}
-        self._checked: tuple[tuple[Leaf, ...], list[tuple[Growing, Width]]] | None = None
+        self._checked: tuple[tuple[Leaf, ...], list[tuple[_Target, int, int]]] | None = None
 
     def add(self, piece: Piece) -> None:
         """Take the next rows, which begin at `position`. Raises CodecError; after that the
@@ -152,42 +159,39 @@ class Importer:
 
     def _add(self, piece: Piece) -> None:
         header = piece.header
-        if piece.payload.nbytes != header.nbytes:
-            piece.verify()
-        grown = self._grown(header)
-        offsets = offsets_of(header.leaves)
-
-        def copy() -> None:
-            for leaf, (row, _), offset in zip(header.leaves, grown, offsets, strict=True):
-                target = self._targets[leaf.path, leaf.name]
-                target.put(piece.payload, offset, leaf.shape[row.axis])
-
-        memory.run_all([piece.verify, copy], header.nbytes)
+        piece.verify()
+        for target, offset, rows in self._plan(header):
+            target.put(piece.payload, offset, rows)
         self.position = header.stop
         self.chain = header.chain
 
-    def _grown(self, header: Header) -> list[tuple[Growing, Width]]:
-        """The growing array of each leaf, its target allocated; checks the whole leaf table."""
-        if self._checked is None or self._checked[0] != header.leaves:
-            self._checked = (header.leaves, [self._row_of(leaf) for leaf in header.leaves])
-        grown = self._checked[1]
-        present = set()
-        for leaf, (row, width) in zip(header.leaves, grown, strict=True):
-            rows = header.stop // row.ratio - header.start // row.ratio
-            if leaf.shape[row.axis] != rows:
+    def _plan(self, header: Header) -> list[tuple[_Target, int, int]]:
+        """For each leaf its target, its offset and its rows; checks the whole leaf table."""
+        if self._checked is None or self._checked[0] is not header.leaves:
+            self._checked = (header.leaves, self._checked_leaves(header))
+        plan = self._checked[1]
+        for target, _, rows in plan:
+            row = target.row
+            expected = header.stop // row.ratio - header.start // row.ratio
+            if rows != expected or target.filled != header.start // row.ratio:
                 raise CodecError(
-                    f"{_where(leaf)} has {leaf.shape[row.axis]} rows for tokens "
-                    f"[{header.start}, {header.stop}), expected {rows}: recompute this state"
+                    f"{row.name} has {rows} rows for tokens [{header.start}, {header.stop}) after "
+                    f"{target.filled}, expected {expected}: recompute this state"
                 )
+        return plan
+
+    def _checked_leaves(self, header: Header) -> list[tuple[_Target, int, int]]:
+        plan = []
+        for leaf, offset in zip(header.leaves, offsets_of(header.leaves), strict=True):
+            row, width = self._row_of(leaf)
             key = (leaf.path, leaf.name)
-            present.add(key)
-            if key not in self._targets:
-                if header.start // row.ratio:
-                    raise CodecError(f"{_where(leaf)} misses its first rows: recompute this state")
-                self._targets[key] = self._allocate(row, width)
-        if self._targets.keys() - present:
+            target = self._targets.get(key)
+            if target is None:
+                target = self._targets[key] = self._allocate(row, width)
+            plan.append((target, offset, leaf.shape[row.axis]))
+        if len(plan) != len(self._targets):
             raise CodecError("an array that had rows has none any more: recompute this state")
-        return grown
+        return plan
 
     def _row_of(self, leaf: Leaf) -> tuple[Growing, Width]:
         slot = self._slots.get(leaf.path)

@@ -1,0 +1,168 @@
+"""`tandem store ...`: look at, check and keep a store, whether or not a worker has it open."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from store.compaction import compact
+from store.errors import StoreError, StoreUnavailable
+from store.paths import data_dir, socket_path, store_dir
+from store.rpc import StoreClient
+from store.store import Store
+
+LONG_SECONDS = 24 * 3600.0
+"""A check of a full store reads all of it; the owner answers when it is through."""
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+
+
+def register(subparsers: Any) -> None:
+    """Add `store` and its commands to the parsers of `tandem`."""
+    parser = subparsers.add_parser("store", help="look at, check and keep the stored conversations")
+    commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Any:
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--data", help="data directory (default: TANDEM_DATA or the usual)")
+        command.add_argument("--node", default="local", help="name of this machine's node")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(run=lambda arguments: _said(run, arguments))
+        return command
+
+    add("stats", "what is stored and how full the store is", _stats)
+    command = add("check", "walk everything: references, totals, hashes, orphans", _check)
+    command.add_argument("--repair", action="store_true", help="put right what can be")
+    command.add_argument("--quick", action="store_true", help="do not read the stored bytes")
+    command = add("evict", "drop the least useful states until so much is free", _evict)
+    command.add_argument("bytes", type=size, help="bytes to make free, such as 20G")
+    add("compact", "give free disk space back (the store must not be in use)", _compact)
+    command = add("export", "write one conversation to a file", _export)
+    command.add_argument("conversation")
+    command.add_argument("file", type=Path)
+    command = add("import", "store a conversation from such a file", _import)
+    command.add_argument("file", type=Path)
+
+
+def size(text: str) -> int:
+    """Bytes from a number with an optional unit K, M, G or T (powers of 1000)."""
+    number, unit = text.rstrip("kKmMgGtT"), text[len(text.rstrip("kKmMgGtT")) :].lower()
+    try:
+        return int(float(number) * _UNITS[unit])
+    except (ValueError, KeyError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500M or 20G") from error
+
+
+def _said(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    try:
+        return run(arguments)
+    except StoreError as error:
+        print(f"tandem store: {error}", file=sys.stderr)
+        return 1
+
+
+@contextmanager
+def _asking(arguments: argparse.Namespace) -> Iterator[Callable[..., Any]]:
+    """A function that calls a method of the store: at its owner if one runs, else here."""
+    data = data_dir(arguments.data)
+    client = StoreClient(socket_path(data, arguments.node), timeout=LONG_SECONDS)
+    if client.ping():
+        try:
+            yield client.call
+        finally:
+            client.close()
+        return
+    try:
+        store = Store.open(store_dir(data), 0, create=False)
+    except StoreError as error:
+        if "owns the store" in str(error):
+            raise StoreUnavailable(f"{error}, which does not answer") from error
+        raise
+    try:
+        yield lambda method, **given: _here(store, method, given)
+    finally:
+        store.close()
+
+
+def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
+    if method == "check":
+        return store.check(**given).to_dict()
+    if method == "export":
+        return store.export_conversation(given["ident"], Path(given["path"]))
+    if method == "import":
+        return store.import_conversation(Path(given["path"]))
+    return getattr(store, method)(**given)
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    with _asking(arguments) as ask:
+        found = ask("stats")
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for name, value in found.items():
+        if name.endswith("bytes"):
+            value = f"{value:,} ({value / 1e9:.2f} GB)"
+        elif name.endswith("share"):
+            value = f"{value:.1%}"
+        print(f"{name.replace('_', ' '):>16}  {value}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    with _asking(arguments) as ask:
+        found = ask("check", repair=arguments.repair, payload=not arguments.quick)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        for problem in found["problems"]:
+            print(problem)
+        for turn in found["dropped"]:
+            print(f"state of {turn}: {'dropped' if arguments.repair else 'unusable'}")
+        for turn in found["lost"]:
+            print(f"{turn}: its record is damaged and cannot be restored")
+        print(
+            f"{found['conversations']} conversations, {found['turns']} turns, {found['states']} "
+            f"states, {found['objects']} blocks, {found['bytes_read']:,} bytes read in "
+            f"{found['seconds']:.1f} s: {found['found'] or 'no'} problems"
+            + (" (repaired)" if found["repaired"] else "")
+        )
+    return 0 if found["clean"] or (found["repaired"] and not found["lost"]) else 1
+
+
+def _evict(arguments: argparse.Namespace) -> int:
+    with _asking(arguments) as ask:
+        count = ask("evict", bytes_free=arguments.bytes)
+        live = ask("stats")["live_share"]
+    _tell(arguments, {"evicted": count, "live_share": live})
+    return 0
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    before, after = compact(store_dir(data_dir(arguments.data)))
+    _tell(arguments, {"bytes_before": before, "bytes_after": after})
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    with _asking(arguments) as ask:
+        path = str(arguments.file.absolute())
+        _tell(arguments, ask("export", ident=arguments.conversation, path=path))
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    with _asking(arguments) as ask:
+        _tell(arguments, ask("import", path=str(arguments.file.absolute())))
+    return 0
+
+
+def _tell(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items()))

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from made_states import MODEL, make_state, make_turn, payloads
+
+from store.commands import register, size
+from store.environment import VALUE_BYTES
+from store.errors import StoreError
+from store.paths import data_dir, socket_path, store_dir
+from store.rpc import serve
+from store.store import Store
+
+
+@pytest.fixture
+def data(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with TemporaryDirectory(prefix="tdm-") as path:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", path)
+        monkeypatch.setenv("TANDEM_DATA", str(Path(path) / "data"))
+        yield Path(path) / "data"
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    register(parser.add_subparsers(required=True))
+    arguments = parser.parse_args(["store", *words])
+    result: int = arguments.run(arguments)
+    return result
+
+
+def fill(data: Path, count: int = 3) -> None:
+    store = Store.open(store_dir(data), 128 << 20)
+    parent = None
+    for number in range(count):
+        ids = range(100 * number, 100 * number + 100)
+        turn = make_turn(
+            ids[:-3], ids[-3:], conversation="conv_a", parent=parent, ident=f"resp_{number}"
+        )
+        store.put_turn(turn)
+        start = (100 * number - 1) // 16 * 16 if number else 0
+        store.save_state(turn.id, *make_state(range(ids[-1]), start=start, row_bytes=20_000))
+        parent = turn.id
+    store.update_conversation("conv_a", metadata={"topic": "x"})
+    store.close()
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    result: dict[str, object] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_commands_with_and_without_an_owner(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("stats") == 1
+    assert "there is no store" in capsys.readouterr().err
+    fill(data)
+    assert run("stats", "--json") == 0
+    alone = said(capsys)
+    assert (alone["conversations"], alone["turns"], alone["states"]) == (1, 3, 3)
+    store = Store.open(store_dir(data), 128 << 20)
+    assert run("stats") == 1
+    assert "does not answer" in capsys.readouterr().err
+    server = serve(store, socket_path(data))
+    assert run("stats") == 0
+    assert "conversations  1" in capsys.readouterr().out
+    assert run("check", "--json") == 0
+    assert said(capsys)["clean"] is True
+    assert run("evict", "115M", "--json") == 0
+    assert said(capsys)["evicted"] == 3
+    assert run("compact") == 1
+    assert "owns the store" in capsys.readouterr().err
+    server.close()
+    store.close()
+
+
+def test_check_says_what_it_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(data)
+    assert run("check") == 0
+    assert "no problems" in capsys.readouterr().out
+    store = Store.open(store_dir(data), 0)
+    environment = store.environment
+
+    def work(txn: object) -> None:
+        cursor = txn.cursor(db=environment.dat)  # type: ignore[attr-defined]
+        cursor.last()
+        cursor.delete()
+
+    environment.write(work)
+    store.close()
+    assert run("check", "--quick") == 1
+    assert "lacks a part" in capsys.readouterr().out
+    assert run("check", "--repair") == 0
+    assert "(repaired)" in capsys.readouterr().out
+    assert run("check") == 0
+
+
+def test_a_conversation_moves_to_another_store(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(data)
+    bundle = tmp_path / "conversation.tandem"
+    assert run("export", "conv_a", str(bundle), "--json") == 0
+    assert said(capsys) == {"turns": 3, "states": 3, "bytes": bundle.stat().st_size}
+    assert bundle.stat().st_mode & 0o777 == 0o600
+    assert bundle.stat().st_size < 1.02 * (299 * 20_000 + 11 * 20_000 * 2 + 3 * 200_000)
+    assert run("export", "conv_a", str(bundle)) == 1
+    assert "cannot write" in capsys.readouterr().err
+    other = tmp_path / "other"
+    Store.open(store_dir(other), 128 << 20).close()
+    for _ in range(2):
+        assert run("import", str(bundle), "--data", str(other)) == 0
+    store = Store.open(store_dir(other), 0)
+    record = store.get_conversation("conv_a")
+    assert record is not None
+    assert (record["head"], record["metadata"]) == ("resp_2", {"topic": "x"})
+    for number in range(3):
+        reader = store.load_state(f"resp_{number}", MODEL)
+        assert reader is not None
+        state = make_state(range(100 * number + 99), row_bytes=20_000)
+        assert [bytes(piece.payload) for piece in reader] == payloads(*state)
+    assert store.turn_ids("resp_2") == list(range(300))
+    assert store.check().clean
+    store.close()
+
+
+def test_a_bundle_with_any_byte_changed_is_refused(data: Path, tmp_path: Path) -> None:
+    fill(data, 1)
+    bundle = tmp_path / "conversation.tandem"
+    assert run("export", "conv_a", str(bundle)) == 0
+    whole = bundle.read_bytes()
+    other = Store.open(tmp_path / "other", 64 << 20)
+    spoiled = tmp_path / "spoiled"
+    places = [*range(60), *range(60, len(whole), len(whole) // 60), len(whole) - 1]
+    for place in places:
+        spoiled.write_bytes(whole[:place] + bytes([whole[place] ^ 0x20]) + whole[place + 1 :])
+        with pytest.raises(StoreError, match="not a whole"):
+            other.import_conversation(spoiled)
+        spoiled.write_bytes(whole[:place])
+        with pytest.raises(StoreError, match=r"not a whole|cannot read"):
+            other.import_conversation(spoiled)
+    assert other.stats()["turns"] == other.stats()["objects"] == 0
+    other.close()
+
+
+def test_compact_gives_space_back(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(data)
+    store = Store.open(store_dir(data), 0)
+    store.drop_state("resp_2")
+    store.close()
+    assert run("compact", "--json") == 0
+    found = said(capsys)
+    assert isinstance(found["bytes_before"], int)
+    assert isinstance(found["bytes_after"], int)
+    assert found["bytes_after"] <= found["bytes_before"] - 5 * VALUE_BYTES
+    assert (store_dir(data) / "data.mdb").stat().st_size == found["bytes_after"]
+    assert (store_dir(data) / "data.mdb").stat().st_mode & 0o777 == 0o600
+    assert run("check") == 0
+    assert sorted(path.name for path in store_dir(data).iterdir()) == [
+        "data.mdb",
+        "lock.mdb",
+        "owner.lock",
+    ]
+
+
+def test_sizes() -> None:
+    assert [size(text) for text in ("10", "1.5k", "2G", "1T")] == [10, 1500, 2 * 10**9, 10**12]
+    with pytest.raises(argparse.ArgumentTypeError):
+        size("ten")
+
+
+def test_paths_follow_the_configuration(data: Path) -> None:
+    from scheduler.config import Config
+
+    config = Config(data_dir=data_dir())
+    assert data_dir() == config.data_dir == data
+    assert socket_path(data) == config.store_socket
