@@ -1,0 +1,119 @@
+"""One conversation after another on a whole stack: cold, hot, restored, together, and restarted."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+from openai import OpenAI
+from stack_kit import Running, short_directory, text_of
+
+TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
+
+
+def test_official_client_submits_in_background_resumes_by_id_and_streams(stack: Running) -> None:
+    client = OpenAI(base_url=f"{stack.config.api_url}/v1", api_key="none", max_retries=0)
+    first = client.responses.create(
+        model=stack.config.model_name,
+        input=f"{TEXT[:1500]}\n\nWho ran close by Alice?",
+        max_output_tokens=12,
+        temperature=0,
+        background=True,
+    )
+    assert first.status in ("queued", "in_progress")
+    stack.ended(first.id)
+    done = client.responses.retrieve(first.id)
+    assert done.status in ("completed", "incomplete")
+    assert done.usage is not None
+    assert done.usage.output_tokens == len(stack.output_ids(first.id)) <= 12
+    assert stack.output_ids(first.id) == stack.solo(first.id)
+
+    state = stack.saved(first.id)
+    stream = client.responses.create(
+        model=stack.config.model_name,
+        input="What did it take out of its pocket?",
+        previous_response_id=first.id,
+        max_output_tokens=12,
+        temperature=0,
+        stream=True,
+    )
+    events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    last = events[-1].response  # type: ignore[union-attr]
+    said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert said == last.output_text
+    facts = stack.get(last.id)["tandem"]
+    assert facts["path"] == "restored"
+    assert facts["new_tokens"] == facts["prompt_tokens"] - state["tokens"]
+    assert facts["computed_tokens"] == facts["new_tokens"]
+    assert stack.output_ids(last.id) == stack.solo(last.id)
+
+
+def test_cold_state_crosses_the_link(stack: Running) -> None:
+    done = stack.post(input=f"{TEXT[:1200]}\n\nWhat is the hole called?", max_output_tokens=8)
+    facts = done["tandem"]
+    assert facts["path"] == "cold"
+    assert facts["handoff"]["path"] == "tcp"
+    assert facts["handoff"]["bytes"] > 0
+    assert facts["details"]["held_tokens"] == facts["prompt_tokens"] - 1
+    assert facts["computed_tokens"] == facts["prompt_tokens"]
+
+
+def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
+    directory = short_directory()
+    stack = Running(model_dir, directory, store={"idle_seconds": 3600.0})
+    try:
+        first = stack.post(input="Name three colours.", max_output_tokens=8)
+        second = stack.post(
+            input="And three more?", previous_response_id=first["id"], max_output_tokens=8
+        )
+        facts = second["tandem"]
+        assert facts["path"] == "hot"
+        assert facts["computed_tokens"] == facts["new_tokens"] < 40
+        assert stack.output_ids(second["id"]) == stack.solo(second["id"])
+        # The first turn's state went on into the second: a branch is computed again, as recorded.
+        branch = stack.post(
+            input="Which is the warmest?", previous_response_id=first["id"], max_output_tokens=8
+        )
+        assert branch["tandem"]["path"] == "recomputed"
+        assert stack.output_ids(branch["id"]) == stack.solo(branch["id"])
+
+        # What is still in memory when the stack stops is saved, and resumed after the restart.
+        assert stack.store.find_state(second["id"]) is None
+        stack.close()
+        stack = Running(model_dir, directory, store={"idle_seconds": 3600.0})
+        third = stack.post(
+            input="Thank you.", previous_response_id=second["id"], max_output_tokens=8
+        )
+        assert third["tandem"]["path"] == "restored"
+        assert third["tandem"]["computed_tokens"] == third["tandem"]["new_tokens"]
+        assert stack.output_ids(third["id"]) == stack.solo(third["id"])
+    finally:
+        stack.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_conversations_are_decoded_together(stack: Running) -> None:
+    questions = ["Count to ten.", "Say the alphabet.", "List the days of the week."]
+    ids = [
+        stack.post(input=question, background=True, max_output_tokens=24)["id"]
+        for question in questions
+    ]
+    done = [stack.ended(identity) for identity in ids]
+    widths = {width for one in done for width in one["tandem"]["details"]["widths"]}
+    assert widths - {"1"}, "no step had more than one row"
+    for one in done:
+        assert text_of(one)
+        assert stack.output_ids(one["id"]) == stack.solo(one["id"])
+
+
+def test_resume_by_conversation(stack: Running) -> None:
+    conversation = stack.http.post("/v1/conversations", json={}).json()["id"]
+    first = stack.post(input="My name is Ada.", conversation=conversation, max_output_tokens=8)
+    second = stack.post(input="What is my name?", conversation=conversation, max_output_tokens=8)
+    facts = second["tandem"]
+    assert facts["path"] in ("hot", "restored")
+    assert facts["computed_tokens"] == facts["new_tokens"] < first["tandem"]["prompt_tokens"] + 8
+    assert stack.output_ids(second["id"]) == stack.solo(second["id"])

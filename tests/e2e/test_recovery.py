@@ -1,0 +1,66 @@
+"""Processes die at the worst moment; the job ends once, with the right answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.resources import files
+
+from stack_kit import Running, text_of
+
+TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
+TERMINAL = ("response.completed", "response.incomplete", "response.failed")
+
+
+def assert_ended_once(stack: Running, identity: str) -> None:
+    events = stack.events(identity)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] in TERMINAL for event in events].count(True) == 1
+    assert events[-1]["type"] in TERMINAL[:2]
+    said = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    assert said == text_of(stack.get(identity))
+    assert stack.output_ids(identity) == stack.solo(identity)
+
+
+def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
+    identity = stack.post(
+        input=f"{TEXT[:4000]}\n\nWho fell?", background=True, max_output_tokens=8
+    )["id"]
+    stack.until(
+        lambda: stack.get(identity)["tandem"]["prefill"]["done"] > 0, "the prefill to begin"
+    )
+    os.kill(stack.pid("prefill"), signal.SIGSTOP)
+    assert stack.get(identity)["tandem"]["stage"] == "prefilling"
+    stack.kill("prefill")
+    done = stack.ended(identity)
+    assert done["tandem"]["attempts"] == 2
+    assert_ended_once(stack, identity)
+
+
+def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None:
+    identity = stack.post(
+        input=f"{TEXT[:1500]}\n\nTell the story again.", background=True, max_output_tokens=48
+    )["id"]
+    stack.until(
+        lambda: stack.get(identity)["tandem"]["times"].get("first_token") is not None,
+        "the first token",
+    )
+    os.kill(stack.pid("decode"), signal.SIGSTOP)
+    assert stack.get(identity)["tandem"]["stage"] == "decoding"
+    old = stack.kill("decode")
+    done = stack.ended(identity)
+    assert done["tandem"]["attempts"] >= 2
+    stack.wait_back("decode", old)
+    assert_ended_once(stack, identity)
+
+
+def test_api_and_redis_killed_while_an_answer_is_written(stack: Running) -> None:
+    identity = stack.post(input=f"{TEXT[:1000]}\n\nGo on.", background=True, max_output_tokens=32)[
+        "id"
+    ]
+    api = stack.kill("api")
+    stack.wait_back("api", api)
+    redis = stack.kill("redis")
+    stack.wait_back("redis", redis)
+    stack.ended(identity)
+    assert_ended_once(stack, identity)
