@@ -117,7 +117,7 @@ def _decode_pairs(
         caches = Prefill(model, ids).run()
         batch.add(Row(caches, ids[:-1], ids[-1:], params, text=TextStream(tokenizer)))
     rows = [Prefill(model, ids).run() for ids in prompts]
-    caches = merge(rows) if width > 1 else rows[0]
+    caches = merge(rows, [len(ids) - 1 for ids in prompts]) if width > 1 else rows[0]
     tokens = mx.array([ids[-1] for ids in prompts], dtype=mx.int32)
     deltas = [0] * width
 

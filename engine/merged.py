@@ -17,21 +17,21 @@ class NotMergeableError(Exception):
 
 
 class Holder(Protocol):
-    """What owns a row's caches: `caches` is None while they are part of the merged ones."""
+    """A row: `caches` is None while they are part of the merged ones, `ids` are what they hold."""
 
     caches: Caches | None
+    ids: list[int]
 
 
 R = TypeVar("R", bound=Holder)
 
 
-def merge(rows: Sequence[Caches]) -> Caches:
-    """One cache list over all `rows`, in this order; raises `NotMergeableError`."""
+def merge(rows: Sequence[Caches], lengths: Sequence[int]) -> Caches:
+    """One cache list over all `rows`, which hold `lengths` tokens; raises `NotMergeableError`."""
     merged: Caches = []
     for entries in zip(*rows, strict=True):
         try:
-            # The lengths are what merged caches without a length of their own begin with.
-            entry = merge_cache_entries(list(entries), [0] * len(entries))
+            entry = merge_cache_entries(list(entries), list(lengths))
         except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
             raise NotMergeableError(
                 f"{type(entries[0]).__name__} cannot be batched: {error}"
@@ -65,7 +65,7 @@ class Merged(Generic[R]):
         joined = None
         if entering:
             own = [row.caches for row in entering if row.caches is not None]
-            joined = merge(own)
+            joined = merge(own, [len(row.ids) for row in entering])
         for row in self.rows:
             if id(row) not in keep:
                 self.release(row)

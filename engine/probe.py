@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from engine.merged import NotMergeableError, merge
+from store.codec.header import CodecError
 
 if TYPE_CHECKING:
     from engine.model import Caches, Model
@@ -85,7 +86,7 @@ def probe(model: Model) -> Batching:
     ]
     mx.eval(expected)
     try:
-        together = merge(states())
+        together = merge(states(), [len(prompt) - 1 for prompt in prompts])
         found = [_step(model, together, [t[i] for t in forced]) for i in range(STEPS)]
         mx.eval(found)
         alone = [entry.extract(0) for entry in together]
@@ -98,6 +99,10 @@ def probe(model: Model) -> Batching:
         return Batching(
             f"merged rows fail: {line[0] if line else type(error).__name__}", 0, 0, length
         )
+    try:
+        model.check_classes(alone)
+    except CodecError as error:
+        return Batching(f"a merged row comes out changed: {error}", tokens=length)
     pairs = [(expected[row][i], found[i][row]) for i in range(STEPS) for row in range(2)]
     pairs.append((expected[0][STEPS], last[0]))
     noise = max(_number(mx.max(mx.abs(a - b))) for a, b in pairs)
