@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import xxhash
+
 from store.codec.header import Piece, parse
 from transport.errors import Code, LinkError
 from transport.frame import SNAPSHOT, Frame, header_digest
@@ -24,9 +26,12 @@ class _Incoming:
     kind: int
     payload: int
     buffer: memoryview
-    due: int
     seen: set[int] = field(default_factory=set)
     header: bytes | None = None
+    landed: set[int] = field(default_factory=set)
+    hashing: bool = False
+    hashed: int = 0
+    hasher: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
 
 class Inbound:
@@ -164,8 +169,7 @@ class Inbound:
             raise LinkError(f"no buffer: {error}", "failed") from None
         if buffer.readonly or buffer.nbytes != size or buffer.itemsize != 1:
             raise LinkError("the sink's buffer is not writable uint8 of the right size", "failed")
-        due = max(1, -(-size // self.part))
-        incoming = _Incoming(frame.kind, size, buffer, due)
+        incoming = _Incoming(frame.kind, size, buffer)
         self._pieces[frame.sequence] = incoming
         self._started.add(frame.sequence)
         self.nbytes += size
@@ -181,7 +185,7 @@ class Inbound:
     def landed(self, frame: Frame, header: bytes) -> None:
         """A claimed part is in its buffer. Verifies and hands over what this completes."""
         try:
-            incoming = self._complete(frame, header)
+            incoming = self._land(frame, header)
             if incoming is not None:
                 piece = _verify(incoming)
                 with self._lock:
@@ -195,15 +199,31 @@ class Inbound:
         finally:
             self._leave()
 
-    def _complete(self, frame: Frame, header: bytes) -> _Incoming | None:
+    def _land(self, frame: Frame, header: bytes) -> _Incoming | None:
+        """Hash what has landed in order; the piece, to the one thread that completes it."""
         if frame.header and header_digest(header) != frame.digest:
             raise LinkError("a piece header is damaged: its digest does not match", "corrupt")
         with self._lock:
             incoming = self._pieces[frame.sequence]
             if frame.header:
                 incoming.header = header
-            incoming.due -= 1
-            return incoming if incoming.due == 0 else None
+            incoming.landed.add(frame.offset)
+        # A large piece is hashed while its later parts are still coming, and while what just came
+        # is in the processor's cache; whichever stream finds the next part there does it.
+        while True:
+            with self._lock:
+                at = incoming.hashed
+                if incoming.hashing or at not in incoming.landed:
+                    return None
+                incoming.hashing = True
+            size = min(self.part, incoming.payload - at)
+            incoming.hasher.update(incoming.buffer[at : at + size])
+            with self._lock:
+                incoming.hashing = False
+                incoming.landed.discard(at)
+                incoming.hashed += size
+                if incoming.hashed == incoming.payload:
+                    return incoming
 
     def _deliver(self) -> None:
         while True:
@@ -277,6 +297,9 @@ def _verify(incoming: _Incoming) -> Piece:
         raise LinkError("piece header and frame disagree about the payload's size", "protocol")
     if (header.kind == "snapshot") != (incoming.kind == SNAPSHOT):
         raise LinkError("piece header and frame disagree about the piece's kind", "protocol")
-    piece = Piece(header, incoming.buffer)
-    piece.verify()
-    return piece
+    if incoming.hasher.intdigest() != header.digest:
+        raise LinkError(
+            f"the payload of tokens [{header.start}, {header.stop}) was damaged on the way",
+            "corrupt",
+        )
+    return Piece(header, incoming.buffer)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
 from transport.errors import LinkError
 
+_TIMEVAL = struct.Struct("@ll")
 SOCKET_BUFFER = 4 << 20
 FLOOR = 8 << 20
 """Bytes per second below which a peer counts as too slow."""
@@ -18,9 +20,8 @@ class Connection:
     """Owns one socket. Only the thread that uses it closes it; others `kill` it."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self.deadline = deadline
         self._socket = sock
-        sock.settimeout(deadline)
+        self.set_deadline(deadline)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):  # macOS refuses sizes above its limit
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
@@ -37,7 +38,13 @@ class Connection:
     def set_deadline(self, deadline: float) -> None:
         """Change how long one wait may take (seconds)."""
         self.deadline = deadline
-        self._socket.settimeout(deadline)
+        # The kernel's own timeouts on a blocking socket: one call moves a whole part, where
+        # Python's timeouts poll before every few hundred kilobytes.
+        self._socket.settimeout(None)
+        seconds, fraction = divmod(max(deadline, 0.001), 1)
+        value = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def fileno(self) -> int:
         """For select."""
@@ -56,8 +63,8 @@ class Connection:
     def read_idle(self, view: memoryview) -> bool:
         """Like read_into, but False if nothing at all came within the deadline."""
         try:
-            first = self._socket.recv_into(view)
-        except TimeoutError:
+            first = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+        except (BlockingIOError, TimeoutError):
             return False
         except OSError as error:
             raise LinkError(f"connection lost: {error}") from None
@@ -72,13 +79,13 @@ class Connection:
         receive = self._socket.recv_into
         try:
             while done < total:
-                got = receive(view[done:])
+                got = receive(view[done:], 0, socket.MSG_WAITALL)
                 if got == 0:
                     raise LinkError("the peer closed the connection")
                 done += got
                 if done < total and time.monotonic() > limit:
                     raise LinkError(f"peer is too slow: {done} of {total} bytes in time")
-        except TimeoutError:
+        except (BlockingIOError, TimeoutError):
             raise LinkError(
                 f"nothing came for {self.deadline:g} s; peer frozen or cut off"
             ) from None
@@ -94,7 +101,7 @@ class Connection:
                 views = _advance(views, self._socket.sendmsg(views))
                 if views and time.monotonic() > limit:
                     raise LinkError("peer is too slow in taking what is sent")
-        except TimeoutError:
+        except (BlockingIOError, TimeoutError):
             raise LinkError(
                 f"peer took nothing for {self.deadline:g} s; it is frozen or cut off"
             ) from None
