@@ -108,6 +108,27 @@ class JobsConfig(_Section):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     result_days: Annotated[float, Field(gt=0, le=3650)] = 7.0
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0
+    max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        10_000, description="jobs that may wait in one queue; more are refused with 429"
+    )
+    horizon_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        420.0, description="after about this long a normal job goes before all others"
+    )
+    interactive_weight: Annotated[float, Field(gt=0, le=100)] = Field(
+        0.5, description="below 1: interactive jobs go earlier and age faster"
+    )
+    batch_weight: Annotated[float, Field(gt=0, le=1000)] = Field(
+        4.0, description="above 1: batch jobs go later and age more slowly"
+    )
+    owner_share: Annotated[float, Field(ge=0, le=100)] = Field(
+        1.0, description="how much recent use by an owner counts against its next job"
+    )
+    preempt_gain: Annotated[float, Field(ge=1, le=1000)] = Field(
+        1.5, description="a running prefill is parked for a job that is better by this factor"
+    )
+    max_parked: Annotated[int, Field(ge=0, le=1000)] = Field(
+        4, description="unfinished prefills that may be parked at once; 0: never park"
+    )
 
 
 class Config(_Section):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import redis
 from redis.exceptions import OutOfMemoryError
 
-from scheduler import events, scripts, shadow
+from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
 from scheduler.queue import first_queue
 from scheduler.record import (
@@ -35,9 +35,6 @@ from scheduler.serializer import pack
 
 #: What is told last about a cancelled job; OpenAI's clients know no event of that name.
 CANCELLED_EVENT = {"type": "response.incomplete", "status": "cancelled", "reason": "cancelled"}
-
-#: Jobs that may wait in one queue.
-MAX_WAITING = 10_000
 
 
 class Jobs:
@@ -89,7 +86,8 @@ class Jobs:
             "locked": new.conversation if new.lock and new.conversation else "",
             "stage": new.stage,
             "queue": queue,
-            "max_waiting": MAX_WAITING,
+            "max_waiting": self.settings.max_waiting,
+            "policy": policy.arguments(self.settings),
             "deadline": new.deadline,
             "fields": [item for pair in fields.items() for item in pair],
             "events": [pack(dict(event)) for event in new.events],
@@ -109,7 +107,9 @@ class Jobs:
                     f"the idempotency key of {new.id} was used with another request: use a new key"
                 )
             case "full":
-                raise QueueFull(f"{MAX_WAITING} jobs wait in {queue!r} already: try again later")
+                raise QueueFull(
+                    f"{self.settings.max_waiting} jobs wait in {queue!r} already: try again later"
+                )
             case outcome:
                 return Accepted(new.id, outcome == "duplicate")
 

@@ -11,7 +11,7 @@ from scheduler.execution import Execution
 from scheduler.queue import decode_queue, prefill_queue, wait_for_work
 from scheduler.record import Job
 from scheduler.redis_client import AWAY, connect
-from scheduler.runs import Cancelled, Drain, Lost, Outcome
+from scheduler.runs import Cancelled, Drain, Lost, Outcome, Preempted
 from scheduler.worker import LoopWorker
 
 log = logging.getLogger("tandem.prefill")
@@ -30,8 +30,11 @@ class PrefillEngine(Protocol):
         """Compute a prompt on this thread, sending what is finished.
 
         `check` raises Cancelled, Drain or Lost at a chunk boundary: free what is held and let it
-        pass. Any other exception fails the job. The returned tail runs on a background thread
-        while the next prompt is computed; when it raises, the decode node prefills by itself.
+        pass. It raises Preempted only where the engine has an attribute `parks` > 0, the number
+        of unfinished prefills it can keep: keep this one's state, let the exception pass, and
+        begin there when the job comes again. Any other exception fails the job. The returned tail
+        runs on a background thread while the next prompt is computed; when it raises, the decode
+        node prefills by itself.
         """
         ...
 
@@ -57,6 +60,7 @@ class PrefillLoop(LoopWorker):
         super().__init__(url, prefill_queue(), **options)
         self._engine = engine
         self._route = route or (lambda job: decode_queue(job.node))
+        self._parked: set[str] = set()
         self._room = threading.BoundedSemaphore(tails)
         # Blocking reads have a connection of their own.
         self._waiter = connect(url, patience=0)
@@ -85,17 +89,33 @@ class PrefillLoop(LoopWorker):
         execution = Execution(job, _progress=self._beat_now.set)
         self.hold(execution)
         settled = True
+        begun_at = -1
+
+        def check(prefilled: int) -> None:
+            nonlocal begun_at
+            self.check(execution, prefilled)
+            if begun_at < 0:
+                begun_at = prefilled
+            elif prefilled > begun_at and self._should_park(execution, prefilled):
+                raise Preempted
+
+        self._parked.discard(job.id)
         try:
-            self.check(execution, job.held_tokens)
-            tail = self._engine.prefill(
-                execution, job, lambda prefilled: self.check(execution, prefilled)
-            )
+            self.check(execution, 0)
+            tail = self._engine.prefill(execution, job, check)
             settled = False
-            self._closers.submit(self._hand_off, execution, tail)
+            self._closers.submit(self._hand_off, execution, tail, max(begun_at, 0))
         except Lost:
             self.drop(execution)
         except Cancelled:
             self.settle_soon(execution, lambda: self.runs.cancelled(job))
+        except Preempted:
+            self._parked.add(job.id)
+            parked = execution.prefilled
+            # Before the next take: this job competes with what is better.
+            self.settle(
+                execution, lambda: self.runs.hand_back(job, holder=self.holder, parked=parked)
+            )
         except Drain:
             self.settle_soon(execution, lambda: self.runs.hand_back(job))
         except Exception as error:
@@ -104,11 +124,26 @@ class PrefillLoop(LoopWorker):
             if settled:
                 self._room.release()
 
-    def _hand_off(self, execution: Execution, tail: Tail) -> None:
+    def _should_park(self, execution: Execution, prefilled: int) -> bool:
+        """Whether a much better job waits and there is room to park this one."""
+        job = execution.job
+        room = min(getattr(self._engine, "parks", 0), self.settings.max_parked)
+        if room <= 0 or self.stopping or prefilled >= job.prompt_tokens - 1:
+            return False
+        try:
+            if not self.runs.better_waits(job, self.queue, self.holder, prefilled):
+                return False
+            if len(self._parked) >= room:
+                self._parked = {resp for resp in self._parked if self.runs.is_parked(resp)}
+            return len(self._parked) < room
+        except AWAY:
+            return False
+
+    def _hand_off(self, execution: Execution, tail: Tail, begun_at: int) -> None:
         """On a background thread: finish the transfer, then the stage."""
         job, prefilled = execution.job, execution.prefilled
         try:
-            if self._announce(job, prefilled) == "lost":
+            if self._announce(job, prefilled, begun_at) == "lost":
                 execution.mark_lost()
             try:
                 facts = dict(tail())
@@ -122,8 +157,8 @@ class PrefillLoop(LoopWorker):
         finally:
             self._room.release()
 
-    def _announce(self, job: Job, prefilled: int) -> Outcome:
+    def _announce(self, job: Job, prefilled: int, begun_at: int) -> Outcome:
         try:
-            return self.runs.handing_off(job, prefilled)
+            return self.runs.handing_off(job, prefilled, begun_at)
         except AWAY:
             return "ok"  # only the state's display is late; the finishing step decides

@@ -17,7 +17,7 @@ from typing import cast
 
 import redis
 
-from scheduler import scripts, shadow
+from scheduler import policy, scripts, shadow
 from scheduler.config import JobsConfig
 from scheduler.jobs import Jobs
 from scheduler.record import JobError, JobNotFound, Stage
@@ -102,14 +102,22 @@ class Reclaimer:
             name, at = queue.decode(), cast(Stage, stage.decode())
             entry = shadow.shadow_id(resp, at)
             if name not in listed:
+                indexed = set(
+                    cast("list[bytes]", self._client.zrange(f"tandem:size:{name}", 0, -1))
+                )
                 members = self._client.lrange(f"{shadow.PREFIX}:queue:{name}", 0, -1)
-                listed[name] = set(cast("list[bytes]", members))
+                listed[name] = {
+                    entry
+                    for entry in cast("list[bytes]", members)
+                    if entry.rpartition(b"-")[0] in indexed
+                }
             if entry.encode() in listed[name]:
                 continue
             args = {
                 "id": resp,
                 "stage": at,
                 "iso": shadow.iso_now(),
+                "policy": policy.arguments(self._runs.settings),
                 "shadow": shadow.fields(resp, at, name, int(tokens or 0)),
             }
             report[scripts.call(self._client, "restore", args).decode()] += 1

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import redis
 
-from scheduler import scripts, shadow
+from scheduler import policy, scripts, shadow
 from scheduler.config import JobsConfig
 from scheduler.jobs import CANCELLED_EVENT
 from scheduler.queue import PREFILL
@@ -34,6 +34,10 @@ class Lost(Exception):
 
 class Cancelled(Exception):
     """The job was cancelled: stop at once."""
+
+
+class Preempted(Exception):
+    """A much better job waits: park this one's state at the chunk boundary and let go."""
 
 
 class Drain(Exception):
@@ -64,6 +68,7 @@ class Runs:
             "lease": self.settings.lease_seconds,
             "iso": shadow.iso_now(),
             "first": [pack(IN_PROGRESS)],
+            "policy": policy.arguments(self.settings),
             "blank": shadow.fields("unknown", "prefill", queue, 0),
         }
         answer = scripts.call(self.client, "take", args)
@@ -95,9 +100,9 @@ class Runs:
         answers = scripts.call(self.client, "renew", args)
         return [answer.decode() for answer in answers]
 
-    def handing_off(self, job: Job, prefilled: int = -1) -> Outcome:
-        """The prefill is computed and its state is under way."""
-        args = {"id": job.id, "run": job.run, "prefilled": prefilled}
+    def handing_off(self, job: Job, prefilled: int = -1, begun_at: int = 0) -> Outcome:
+        """The prefill is computed, from token `begun_at` to `prefilled`; its state is under way."""
+        args = {"id": job.id, "run": job.run, "prefilled": prefilled, "begun_at": begun_at}
         return self._outcome("handing_off", args)
 
     def finish_prefill(
@@ -138,9 +143,29 @@ class Runs:
         name, args = self.cancelled_call(job, output)
         return self._outcome(name, args)
 
-    def hand_back(self, job: Job) -> Release:
-        """Let the job wait again, first in its queue; no attempt is counted."""
-        return self._release(job.id, job.run, "back", job)
+    def hand_back(self, job: Job, *, holder: str = "", parked: int = 0) -> Release:
+        """Let the job wait again, first in RQ's list; no attempt is counted.
+
+        `parked`: prompt tokens whose state `holder` keeps; it goes on from there.
+        """
+        return self._release(job.id, job.run, "back", job, holder, parked)
+
+    def is_parked(self, resp: str) -> bool:
+        """Whether a job waits with its state parked at some worker."""
+        status, parked = self.client.hmget(f"tandem:job:{resp}", "status", "parked_by")
+        return status == b"queued" and bool(parked)
+
+    def better_waits(self, job: Job, queue: str, holder: str, prefilled: int) -> bool:
+        """Whether a waiting job should run before the rest of this one does."""
+        args = {
+            "id": job.id,
+            "queue": queue,
+            "holder": holder,
+            "prefilled": prefilled,
+            "gain": self.settings.preempt_gain,
+            "policy": policy.arguments(self.settings),
+        }
+        return bool(scripts.call(self.client, "better", args))
 
     def send_back(self, job: Job) -> Release:
         """Let a decode job be prefilled again. "failed" after `max_attempts` such returns."""
@@ -195,7 +220,13 @@ class Runs:
         }
 
     def _release(
-        self, resp: str, run: str, mode: Literal["back", "prefill", "expired", "dead"], job: Job
+        self,
+        resp: str,
+        run: str,
+        mode: Literal["back", "prefill", "expired", "dead"],
+        job: Job,
+        holder: str = "",
+        parked: int = 0,
     ) -> Release:
         stage, queue = (job.stage, job.queue) if mode != "prefill" else ("prefill", PREFILL)
         message = (
@@ -211,6 +242,8 @@ class Runs:
             "run": run,
             "mode": mode,
             "max_attempts": self.settings.max_attempts,
+            "holder": holder,
+            "parked": parked,
             "queue": queue,
             "shadow": shadow.fields(resp, stage, queue, job.prompt_tokens),
             "error": pack(error),
@@ -224,6 +257,7 @@ class Runs:
             "iso": shadow.iso_now(),
             "keep": int(self.settings.result_days * 86_400),
             "shadow_ttl": shadow.SHADOW_TTL,
+            "policy": policy.arguments(self.settings),
             "cancelled": [pack(CANCELLED_EVENT)],
         }
 

@@ -24,7 +24,7 @@ if not re.fullmatch(r"[A-Za-z0-9_.:-]+", RQ_KEY_PREFIX):
 def source(name: str) -> str:
     """Text of script `name`, shared functions included."""
     folder = resources.files("scheduler") / "lua"
-    parts = ("lib.lua", f"{name}.lua")
+    parts = ("lib.lua", "policy.lua", f"{name}.lua")
     text = "".join((folder / part).read_text(encoding="utf-8") for part in parts)
     return text.replace("@RQ@", RQ_KEY_PREFIX)
 

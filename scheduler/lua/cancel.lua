@@ -6,6 +6,7 @@ if not status then return '' end
 if TERMINAL[status] then return status end
 if run == '' then
   redis.call('LREM', RQ .. ':queue:' .. queue, 0, shadow_id(args.id, stage))
+  unindex(args.id, queue)
   close(args.id, stage, queue, 'canceled', args.shadow_ttl)
   finish(args.id, 'cancelled', args.cancelled, {'reason', 'cancelled', 'cancel', '1'})
   redis.call('PUBLISH', 'tandem:cancel', args.id)

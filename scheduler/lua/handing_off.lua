@@ -3,6 +3,15 @@ local why = foreign(args.id, args.run)
 if why then return why end
 local key = record(args.id)
 if redis.call('HGET', key, 'cancel') == '1' then return 'cancel' end
-move(args.id, redis.call('HGET', key, 'status'), 'handing_off')
+local status, queue = unpack(redis.call('HMGET', key, 'status', 'queue'))
+move(args.id, status, 'handing_off')
+-- The measured rate: a moving average over about ten prompts that were worth measuring.
+local tokens = args.prefilled - args.begun_at
+local began = redis.call('HGET', key, 't_prefilling')
+if tokens >= 64 and began then
+  local name, now = 'tandem:rate:' .. queue, tokens / math.max(0.001, NOW - tonumber(began))
+  local before = tonumber(redis.call('GET', name) or now)
+  redis.call('SET', name, before + (now - before) / 10)
+end
 if args.prefilled >= 0 then redis.call('HSET', key, 'prefilled_tokens', args.prefilled) end
 return 'ok'

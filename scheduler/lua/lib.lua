@@ -37,6 +37,8 @@ local function append(id, events)
   return seq
 end
 
+local index, unindex  -- defined by the policy
+
 -- Put the RQ job of a stage into its queue. `fields`: flat list, made by RQ's own Job.to_dict().
 local function enqueue(id, stage, queue, fields, front)
   local jid = shadow_id(id, stage)
@@ -49,6 +51,7 @@ local function enqueue(id, stage, queue, fields, front)
   end
   redis.call(front and 'LPUSH' or 'RPUSH', RQ .. ':queue:' .. queue, jid)
   redis.call('SADD', RQ .. ':queues', RQ .. ':queue:' .. queue)
+  index(id, queue)
   wake(queue)
 end
 

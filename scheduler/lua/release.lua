@@ -1,5 +1,6 @@
 -- Take a run's job away from it and let it wait again, at the front; or end it.
--- args.mode: 'back' (a worker hands its own back), 'prefill' (decode asks for another prefill),
+-- args.mode: 'back' (a worker hands its own back; args.parked tokens stay with it), 'prefill'
+-- (decode asks for another prefill),
 -- 'expired' (its lease ran out), 'dead' (its holder is known to be gone).
 -- Returns requeued | failed | cancelled | kept | lost | done.
 local key = record(args.id)
@@ -25,6 +26,11 @@ if ((args.mode == 'expired' or args.mode == 'dead') and tonumber(attempts) >= ar
 end
 redis.call('HSET', key, 'run', '', 'worker', '', 'holder', '')
 if args.mode == 'back' then redis.call('HINCRBY', key, 'attempts', -1) end
+if args.mode == 'back' and args.parked > 0 then
+  redis.call('HSET', key, 'parked_by', args.holder, 'parked_tokens', args.parked)
+else
+  redis.call('HDEL', key, 'parked_by', 'parked_tokens')
+end
 if args.mode == 'prefill' then
   close(args.id, stage, queue, 'canceled', args.shadow_ttl)
   stage, queue = 'prefill', args.queue

@@ -162,7 +162,7 @@ def assert_idle(client: redis.Redis) -> None:
     left = {
         key: kind
         for pattern in (
-            "tandem:leases", "tandem:turn:*", "tandem:held*", "rq:wip:*", "rq:queue:*",
+            "tandem:leases", "tandem:turn:*", "tandem:size:*", "tandem:due:*", "tandem:own*", "rq:wip:*", "rq:queue:*",
             "rq:execution:*", "rq:executions:*", "rq:worker:*:executions",
         )
         for key in client.scan_iter(pattern, count=1000)

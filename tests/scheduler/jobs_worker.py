@@ -21,7 +21,7 @@ from scheduler.decode_loop import DecodeLoop
 from scheduler.execution import Execution, Finished
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.record import Job, Result
-from scheduler.runs import Runs, SendBack
+from scheduler.runs import Preempted, Runs, SendBack
 from scheduler.worker import LoopWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,6 +29,7 @@ from jobs_kit import answer_token
 
 SPEC: dict[str, Any] = json.loads(sys.argv[1])
 _visits = 0
+execution_steps: dict[str, int] = {}
 
 
 def at(point: str) -> None:
@@ -61,15 +62,26 @@ def around(name: str) -> None:
 class CountingPrefill:
     """Chunks of 10 tokens, each `chunk_s` long."""
 
+    def __init__(self) -> None:
+        self.parks = int(SPEC.get("parks", 0))
+        self.parked: dict[str, int] = {}
+
     def prefill(
         self, execution: Execution, job: Job, check: Callable[[int], None]
     ) -> Callable[[], Mapping[str, Any]]:
-        done, stop = job.held_tokens, job.prompt_tokens - 1
-        while done < stop:
-            at("mid_prefill")
-            time.sleep(SPEC.get("chunk_s", 0.0))
-            done = min(done + 10, stop)
+        begin = self.parked.pop(job.id, job.held_tokens)
+        done, stop = begin, job.prompt_tokens - 1
+        try:
             check(done)
+            while done < stop:
+                at("mid_prefill")
+                time.sleep(SPEC.get("chunk_s", 0.0))
+                done = min(done + 10, stop)
+                execution_steps[job.id] = execution_steps.get(job.id, 0) + 1
+                check(done)
+        except Preempted:
+            self.parked[job.id] = done
+            raise
         if job.request.get("fail") == "prefill":
             raise ValueError("secret detail")
         at("prefilled")
@@ -79,7 +91,10 @@ class CountingPrefill:
             time.sleep(SPEC.get("tail_s", 0.0))
             if job.request.get("fail") == "tail":
                 raise OSError("link is down")
-            return {"bytes": 4 * job.prompt_tokens, "seconds": 0.0, "path": "tcp"}
+            chunks = execution_steps.pop(job.id, 0)
+            return {
+                "bytes": 4 * job.prompt_tokens, "seconds": 0.0, "path": "tcp", "chunks": chunks,
+            }  # fmt: skip
 
         return tail
 
