@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import JSONResponse
@@ -19,7 +19,7 @@ from scheduler.backend import Backend
 from scheduler.faults import Fault, bad
 from scheduler.intake import accept
 from scheduler.lookup import Order, find_job, page
-from scheduler.record import Job, JobError
+from scheduler.record import LIVE, Job, JobError
 from scheduler.schema import ResponseRequest
 from scheduler.stream import COMMENT, EventStream, LogLost, frame, gone
 from scheduler.view import EventView, replayed, response_object
@@ -49,6 +49,22 @@ def router(backend: Backend) -> APIRouter:
         if not body.background:
             await _wait(backend, accepted.id, request)
         return JSONResponse(await _object(backend, accepted.id), headers=headers)
+
+    @routes.get("")
+    def list_responses(
+        status: Literal["live", "queued", "prefilling", "handing_off", "decoding", "completed",
+                        "incomplete", "failed", "cancelled"] | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    ) -> dict[str, Any]:  # fmt: skip
+        """An extension: responses by Tandem's own stages, newest first, without their output."""
+        states = LIVE if status == "live" else None if status is None else (status,)
+        jobs = backend.jobs.list(states, limit)
+        data = []
+        for job in jobs:
+            waits = not job.ended and not job.run
+            shown = response_object(job, backend.jobs.position(job.id) if waits else None)
+            data.append({**shown, "output": []})
+        return {"object": "list", "data": data}
 
     @routes.get("/{response_id}")
     async def retrieve_response(

@@ -1,0 +1,162 @@
+"""A small client of Tandem's API, for the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from scheduler.config import Config
+
+URL = "TANDEM_URL"
+
+
+class ClientError(Exception):
+    """The API refused, failed, or could not be reached. `exit_status`: 2 for bad input, else 1."""
+
+    def __init__(self, message: str, exit_status: int = 1) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class Client:
+    """Speaks to one API. Every method raises ClientError with one line: cause and cure."""
+
+    def __init__(self, url: str, token: str = "") -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=httpx.Timeout(30.0, read=60.0),
+                # A proxy of the environment is not meant for a server on the own network.
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ClientError(f"{url!r} is not a URL: {error}", 2) from error
+
+    @classmethod
+    def of(cls, config: Config, url: str | None = None) -> Client:
+        """The client for a URL given, the one of TANDEM_URL, or the configuration's."""
+        return cls(url or os.environ.get(URL) or config.api_url, config.api.token)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def create(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Submit a response and return it as it is accepted."""
+        return self._call("POST", "/v1/responses", json=body)
+
+    def retrieve(self, response: str) -> dict[str, Any]:
+        """A response as it is now."""
+        return self._call("GET", f"/v1/responses/{response}")
+
+    def cancel(self, response: str) -> dict[str, Any]:
+        """Cancel a response and return it."""
+        return self._call("POST", f"/v1/responses/{response}/cancel")
+
+    def jobs(self, status: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
+        """Responses, newest first; `status` is one of Tandem's stages or "live"."""
+        params = {"limit": limit, **({"status": status} if status else {})}
+        data: list[dict[str, Any]] = self._call("GET", "/v1/responses", params=params)["data"]
+        return data
+
+    def conversation(self, conversation: str) -> dict[str, Any]:
+        """A conversation."""
+        return self._call("GET", f"/v1/conversations/{conversation}")
+
+    def items(self, conversation: str) -> list[dict[str, Any]]:
+        """All items of a conversation, oldest first."""
+        return self._pages(f"/v1/conversations/{conversation}/items")
+
+    def input_items(self, response: str) -> list[dict[str, Any]]:
+        """A response's own input, oldest first."""
+        return self._pages(f"/v1/responses/{response}/input_items")
+
+    def events(self, response: str, after: int = -1) -> Iterator[dict[str, Any]]:
+        """Events numbered above `after`, to the end; joins again where the connection drops."""
+        failures = 0
+        while True:
+            try:
+                for event in self._stream(response, after):
+                    yield event
+                    failures = 0
+                    if event["type"] == "error":
+                        raise ClientError(str(event["message"]))
+                    after = event["sequence_number"]
+                    if event["type"].removeprefix("response.") in (
+                        "completed",
+                        "incomplete",
+                        "failed",
+                    ):
+                        return
+            except httpx.TransportError as error:
+                failures += 1
+                if failures > 3:
+                    raise self._lost(error) from error
+
+    def _stream(self, response: str, after: int) -> Iterator[dict[str, Any]]:
+        params: dict[str, str | int] = {"stream": "true", "starting_after": after}
+        with self._http.stream("GET", f"/v1/responses/{response}", params=params) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                raise _refused(answer)
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line[6:])
+
+    def _pages(self, path: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        params: dict[str, Any] = {"order": "asc", "limit": 100}
+        while True:
+            page = self._call("GET", path, params=params)
+            found += page["data"]
+            if not page["has_more"]:
+                return found
+            params["after"] = page["last_id"]
+
+    def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        try:
+            answer = self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        if answer.status_code >= 400:
+            raise _refused(answer)
+        try:
+            body: dict[str, Any] = answer.json()
+        except ValueError as error:
+            raise ClientError(
+                f"{self.url} answers, but it is not Tandem: check --url and {URL}"
+            ) from error
+        return body
+
+    def _lost(self, error: Exception) -> ClientError:
+        if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
+            return ClientError(f"{self.url!r} is not a usable URL: it begins with http://", 2)
+        if isinstance(error, httpx.ReadTimeout):
+            return ClientError(f"{self.url} does not answer in time: see `tandem jobs`")
+        return ClientError(
+            f"no Tandem answers at {self.url}: start it with `tandem up`, or name it with --url "
+            f"or {URL}"
+        )
+
+
+def _refused(answer: httpx.Response) -> ClientError:
+    try:
+        message = str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = f"HTTP status {answer.status_code}: is this Tandem? check --url"
+    return ClientError(message, 2 if answer.status_code in (400, 404, 413, 422) else 1)
