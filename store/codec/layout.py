@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from store.codec.cacheclass import CacheClass, Growing, State
 from store.codec.classes import (
     CONTAINERS,
     TRANSIENT,
-    CacheClass,
-    Growing,
-    State,
     full_name,
     is_transient,
     row_for,

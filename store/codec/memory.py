@@ -1,16 +1,17 @@
 """Moving bytes between MLX arrays and flat memory.
 
-All memory is MLX's own: payloads and restored arrays are allocated by MLX and filled through
-writable views, so nothing aliases memory that MLX does not manage. A view is taken only of an
-evaluated, contiguous array: a strided array handed to a buffer consumer gives wrong bytes.
-Evaluation happens on the calling thread, to which MLX's streams belong; helper threads only
-ever touch numpy views.
+Restored arrays lie in memory that MLX allocated, filled through writable views: MLX never
+aliases memory that it does not own. A view is taken only of an evaluated, contiguous array: a
+strided array handed to a buffer consumer gives wrong bytes. Evaluation happens on the calling
+thread, to which MLX's streams belong; helper threads only ever touch numpy views.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -25,6 +26,8 @@ Bytes = NDArray[np.uint8]
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PARALLEL_BYTES = 4 << 20
+_GRAIN = 64 << 10
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def dtype_of(name: str) -> mx.Dtype:
@@ -78,11 +81,11 @@ def is_flat(array: mx.array) -> bool:
     return array.size == 0 or exported(bits(array)).c_contiguous
 
 
-def allocate(nbytes: int) -> mx.array:
-    """Zeroed, evaluated MLX memory of at least `nbytes` bytes, as uint64."""
-    memory = mx.zeros(((nbytes + 7) // 8,), mx.uint64)
-    mx.eval(memory)
-    return memory
+def allocate(*sizes: int) -> list[mx.array]:
+    """Zeroed, evaluated MLX memory of at least so many bytes each, as uint64."""
+    blocks = [mx.zeros(((nbytes + 7) // 8,), mx.uint64) for nbytes in sizes]
+    mx.eval(blocks)
+    return blocks
 
 
 def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
@@ -99,16 +102,70 @@ def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="tandem-codec")
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-codec")
+
+
+def _each(tasks: Sequence[Callable[[], object]]) -> None:
+    for task in tasks:
+        task()
+
+
+class _Arena:
+    """Buffers for payloads, used again once nothing refers to them: memory that was touched
+    before costs no page faults. Keeps at most `limit` bytes while they are idle."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._idle: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def lease(self, nbytes: int) -> memoryview:
+        """A writable buffer of `nbytes` bytes, not cleared, free again when all its
+        memoryviews are gone."""
+        base = self._found(nbytes)
+        if base is None:
+            base = np.empty(-(-nbytes // _GRAIN) * _GRAIN, np.uint8)
+        loan = base[:nbytes]
+        weakref.finalize(loan, self._give_back, base).atexit = False
+        return loan.data
+
+    def _found(self, nbytes: int) -> Bytes | None:
+        with self._lock:
+            fitting = [base for base in self._idle if nbytes <= base.nbytes <= nbytes + nbytes // 4]
+            if not fitting:
+                return None
+            best = min(fitting, key=lambda base: base.nbytes)
+            self._idle = [base for base in self._idle if base is not best]
+            return best
+
+    def _give_back(self, base: Bytes) -> None:
+        # May run in any thread, at any point, even inside `_found` of this one: never wait.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._idle.append(base)
+            while sum(idle.nbytes for idle in self._idle) > self._limit:
+                self._idle.pop(0)
+        finally:
+            self._lock.release()
+
+
+_ARENA = _Arena(512 << 20)
+
+
+def lease(nbytes: int) -> memoryview:
+    """A writable buffer for a payload, recycled when its last memoryview is gone."""
+    return _ARENA.lease(nbytes)
 
 
 def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
     """Run copies and digests of `nbytes` bytes in all, on several threads where that pays."""
-    if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or (os.cpu_count() or 1) < 2:
-        for task in tasks:
-            task()
+    if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or _THREADS < 2:
+        _each(tasks)
         return
-    futures = [_pool().submit(task) for task in tasks]
+    # Few hand-overs: each costs a turn of the interpreter lock.
+    lanes = min(2 * _THREADS, len(tasks))
+    futures = [_pool().submit(_each, tasks[lane::lanes]) for lane in range(lanes)]
     # All must have ended before the memory that they touch can be let go.
     wait(futures)
     for future in futures:

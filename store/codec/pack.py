@@ -17,8 +17,8 @@ import numpy as np
 import xxhash
 
 from store.codec import memory
+from store.codec.cacheclass import Growing
 from store.codec.chain import Chain, Mark
-from store.codec.classes import Growing
 from store.codec.header import CodecError, Header, Leaf, Piece, offsets_of, root, runs_of
 from store.codec.layout import Layout, Slot, arrays_of, dtype_name, position
 
@@ -174,7 +174,7 @@ def _rows(
     ]
     block = layout.block_tokens
     cuts = [start, *range(start - start % block + block, stop, block), stop]
-    tables = [tuple(source.leaf(a, b) for source in sources) for a, b in pairwise(cuts)]
+    tables = _tables(sources, cuts)
     gather = _on_device if memory.packs_on_device() else _on_host
     payloads = gather(sources, cuts, tables)
     digests = _digests(payloads)
@@ -284,8 +284,9 @@ def _tables(sources: Sequence[_Source], cuts: Sequence[int]) -> list[tuple[Leaf,
     """The leaf table of each block. Blocks of equal row counts share one object."""
     known: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
     tables = []
+    ratios = {source.row.ratio for source in sources}
     for a, b in pairwise(cuts):
-        counts = tuple(b // source.row.ratio - a // source.row.ratio for source in sources)
+        counts = tuple(b // ratio - a // ratio for ratio in ratios)
         if counts not in known:
             known[counts] = tuple(source.leaf(a, b) for source in sources)
         tables.append(known[counts])
@@ -328,7 +329,7 @@ def _pack_group(
     if not size:
         return [memoryview(b"")] * count
     stride = -(-size // _ALIGN) * _ALIGN
-    buffer = memory.flat_buffer(memory.allocate(count * stride))
+    buffer = memory.lease(count * stride)
     tasks = []
     for source, data, leaf, offset in zip(sources, views, table, offsets_of(table), strict=True):
         if not leaf.nbytes:
@@ -388,7 +389,7 @@ def _flatten(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> memoryview:
         mx.eval(pack)
         return memory.flat_buffer(pack)
     flat = memory.ready(arrays)
-    buffer = memory.flat_buffer(memory.allocate(size))
+    buffer = memory.lease(size)
     target = np.frombuffer(buffer, np.uint8)
     tasks = [
         partial(np.copyto, target[offset : offset + leaf.nbytes], memory.view(array))

@@ -9,18 +9,16 @@ place in it. Until `finish` returns, the cache list given is untouched.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from store.codec import memory
-from store.codec.classes import Growing, live
+from store.codec.cacheclass import Growing
 from store.codec.header import (
     DTYPES,
-    MAX_DEPTH,
     MAX_PAYLOAD,
     MAX_TOKENS,
     CodecError,
@@ -31,52 +29,16 @@ from store.codec.header import (
     root,
 )
 from store.codec.layout import Layout, Slot, Width, position
+from store.codec.targets import Key, Reserve, StateArrays, Target, where
 from store.codec.transient import NullKVCache
 
 
-class _Target:
-    """The memory of one growing array: `capacity` rows, of which `filled` are there."""
+class _Plan(NamedTuple):
+    """A leaf table checked against the model: what goes where, and rows by tokens per row."""
 
-    def __init__(self, row: Growing, width: Width, capacity: int) -> None:
-        self.row = row
-        self.width = width
-        self.capacity = capacity
-        self.filled = 0
-        self.row_bytes = width.nbytes(row.axis)
-        self.memory = memory.allocate(self.row_bytes * capacity)
-        self._outer = math.prod(width.shape[: row.axis])
-        self._view: memory.Bytes | None = memory.view(self.memory)
-        self._flat: memoryview | None = memory.flat_buffer(self.memory)
-
-    def put(self, payload: memoryview, offset: int, rows: int) -> None:
-        """Copy `rows` rows that lie at `offset` of a payload behind those already here."""
-        nbytes = rows * self.row_bytes
-        if nbytes and self._outer == 1:
-            # The common case, and called for every array of every block.
-            assert self._flat is not None
-            at = self.filled * self.row_bytes
-            self._flat[at : at + nbytes] = payload[offset : offset + nbytes]
-        elif nbytes:
-            inner, width = nbytes // self._outer, self.row_bytes // self._outer
-            target = np.ndarray(
-                (self._outer, inner),
-                np.uint8,
-                self._view,
-                self.filled * width,
-                (self.capacity * width, 1),
-            )
-            np.copyto(target, np.ndarray((self._outer, inner), np.uint8, payload, offset))
-        self.filled += rows
-
-    def array(self) -> mx.array:
-        """The finished array, unevaluated: the whole buffer, or its live rows where exact."""
-        self._view = self._flat = None
-        shape = list(self.width.shape)
-        shape[self.row.axis] = self.capacity
-        whole = memory.shaped(self.memory, self.width.dtype, shape)
-        done = live(whole, self.filled, self.row.axis) if self.row.exact else whole
-        assert done is not None
-        return done
+    leaves: tuple[Leaf, ...]
+    copies: list[tuple[Target, int]]
+    rows: dict[int, int]
 
 
 class Importer:
@@ -94,7 +56,8 @@ class Importer:
     ) -> None:
         """`caches` is a fresh list of this model, `capacity` the tokens to make room for.
 
-        `max_bytes` bounds what rows may take in memory (default: what the layout says that
+        A measured layout's memory is taken here, before anything arrives. `max_bytes` bounds
+        what rows may take in memory (default: what the layout says that
         `capacity` tokens need). Raises CodecError where the list is not this layout's or not
         fresh.
         """
@@ -113,20 +76,31 @@ class Importer:
             if slot.kind.length(cache):
                 raise CodecError("state can be restored into a fresh cache list only")
             self._slots[slot.path] = slot
+        known = layout.rows_bytes(0, capacity) if layout.measured else 0
         if max_bytes is None:
-            max_bytes = layout.rows_bytes(0, capacity) if layout.measured else MAX_PAYLOAD
+            max_bytes = known if layout.measured else MAX_PAYLOAD
+        if known > max_bytes:
+            raise CodecError(
+                f"rows of {capacity} tokens need {known} bytes where {max_bytes} are granted"
+            )
         self._room = max_bytes
-        self._targets: dict[tuple[tuple[int, ...], str], _Target] = {}
-        self._checked: tuple[tuple[Leaf, ...], list[tuple[_Target, int, int]]] | None = None
+        self._reserve = Reserve(layout, capacity)
+        self._targets: dict[Key, Target] = {}
+        self._plan: _Plan | None = None
 
     def add(self, piece: Piece) -> None:
         """Take the next rows, which begin at `position`. Raises CodecError; after that the
         importer takes nothing more."""
-        self._guard(piece.header, "rows")
+        self.add_all([piece])
+
+    def add_all(self, pieces: Sequence[Piece]) -> None:
+        """Take several pieces in order, on several threads where that pays. As `add`."""
         try:
-            self._add(piece)
+            tasks = [self._placed(piece) for piece in pieces]
+            nbytes = sum(piece.payload.nbytes for piece in pieces)
+            memory.run_all(tasks, nbytes)
         except CodecError as error:
-            self._broken = str(error)
+            self._broken = self._broken or str(error)
             raise
 
     def finish(self, snapshot: Piece) -> Sequence[Any]:
@@ -157,39 +131,52 @@ class Importer:
                 f"{header.stop} tokens do not fit the {self._capacity} that were granted"
             )
 
-    def _add(self, piece: Piece) -> None:
+    def _placed(self, piece: Piece) -> Callable[[], None]:
+        """The check and the copies of the next piece, its header already checked."""
         header = piece.header
-        piece.verify()
-        for target, offset, rows in self._plan(header):
-            target.put(piece.payload, offset, rows)
-        self.position = header.stop
-        self.chain = header.chain
+        self._guard(header, "rows")
+        plan = self._planned(header)
+        start = header.start
+        self.position, self.chain = header.stop, header.chain
 
-    def _plan(self, header: Header) -> list[tuple[_Target, int, int]]:
-        """For each leaf its target, its offset and its rows; checks the whole leaf table."""
-        if self._checked is None or self._checked[0] is not header.leaves:
-            self._checked = (header.leaves, self._checked_leaves(header))
-        plan = self._checked[1]
-        for target, _, rows in plan:
-            row = target.row
-            expected = header.stop // row.ratio - header.start // row.ratio
-            if rows != expected or target.filled != header.start // row.ratio:
+        def place() -> None:
+            piece.verify()
+            payload = np.frombuffer(piece.payload, np.uint8)
+            for target, offset in plan.copies:
+                ratio = target.row.ratio
+                target.put(payload, offset, start // ratio, plan.rows[ratio])
+
+        return place
+
+    def _planned(self, header: Header) -> _Plan:
+        plan = self._plan
+        # Blocks of one conversation share one leaf table, and headers share its object.
+        if plan is None or plan.leaves is not header.leaves:
+            plan = self._plan = self._checked(header)
+        for ratio, rows in plan.rows.items():
+            expected = header.stop // ratio - header.start // ratio
+            if rows != expected:
                 raise CodecError(
-                    f"{row.name} has {rows} rows for tokens [{header.start}, {header.stop}) after "
-                    f"{target.filled}, expected {expected}: recompute this state"
+                    f"{rows} rows for tokens [{header.start}, {header.stop}), expected {expected}: "
+                    "recompute this state"
                 )
         return plan
 
-    def _checked_leaves(self, header: Header) -> list[tuple[_Target, int, int]]:
-        plan = []
+    def _checked(self, header: Header) -> _Plan:
+        plan = _Plan(header.leaves, [], {})
         for leaf, offset in zip(header.leaves, offsets_of(header.leaves), strict=True):
             row, width = self._row_of(leaf)
+            rows = leaf.shape[row.axis]
+            if plan.rows.setdefault(row.ratio, rows) != rows:
+                raise CodecError(f"{where(leaf)} has {rows} rows, others differ: recompute")
             key = (leaf.path, leaf.name)
-            target = self._targets.get(key)
-            if target is None:
-                target = self._targets[key] = self._allocate(row, width)
-            plan.append((target, offset, leaf.shape[row.axis]))
-        if len(plan) != len(self._targets):
+            if key not in self._targets:
+                if header.start // row.ratio:
+                    raise CodecError(f"{where(leaf)} misses its first rows: recompute this state")
+                self._targets[key] = self._admitted(key, row, width)
+            if leaf.nbytes:
+                plan.copies.append((self._targets[key], offset))
+        if len(header.leaves) != len(self._targets):
             raise CodecError("an array that had rows has none any more: recompute this state")
         return plan
 
@@ -207,13 +194,14 @@ class Importer:
             expected = known or (target.width if target else width)
             if width != expected:
                 raise CodecError(
-                    f"{_where(leaf)} is {width.dtype}{list(width.shape)}, this model's is "
+                    f"{where(leaf)} is {width.dtype}{list(width.shape)}, this model's is "
                     f"{expected.dtype}{list(expected.shape)}: recompute this state"
                 )
             return row, width
-        raise CodecError(f"{_where(leaf)} is no row of this model: recompute this state")
+        raise CodecError(f"{where(leaf)} is no row of this model: recompute this state")
 
-    def _allocate(self, row: Growing, width: Width) -> _Target:
+    def _admitted(self, key: Key, row: Growing, width: Width) -> Target:
+        """A new target, its bytes taken from the memory granted."""
         capacity = self._capacity // row.ratio
         need = width.nbytes(row.axis) * capacity
         if need > self._room:
@@ -221,15 +209,16 @@ class Importer:
                 f"rows need {need} more bytes where {self._room} are left of the memory granted"
             )
         self._room -= need
-        return _Target(row, width, capacity)
+        return Target(row, width, capacity, key, self._reserve)
 
     def _finish(self, snapshot: Piece) -> Sequence[Any]:
         header = snapshot.header
-        snapshot.verify()
+        if snapshot.payload.nbytes != header.nbytes:
+            snapshot.verify()
         entries = header.state
         if len(entries) != len(self._slots):
             raise CodecError("the snapshot is of another cache list: recompute this state")
-        arrays = _Arrays(snapshot)
+        arrays = StateArrays(snapshot, self._reserve)
         restores = []
         for (slot, cache), entry in zip(self._layout.match(self._caches), entries, strict=True):
             rows, state = self._entry(slot, entry, arrays)
@@ -250,7 +239,7 @@ class Importer:
         return self._caches
 
     def _entry(
-        self, slot: Slot, entry: Any, arrays: _Arrays
+        self, slot: Slot, entry: Any, arrays: StateArrays
     ) -> tuple[dict[str, mx.array | None], dict[str, Any]]:
         where = f"layer {'.'.join(map(str, slot.path))}"
         if not isinstance(entry, list) or len(entry) != 5 or not isinstance(entry[4], dict):
@@ -277,77 +266,19 @@ class Importer:
     ) -> mx.array | None:
         target = self._targets.get((slot.path, row.name))
         if told is None:
-            if target is not None and target.filled:
+            if target is not None and self.position // row.ratio:
                 raise CodecError(f"{row.name} has rows the snapshot knows nothing of: recompute")
             return None
         rows = self.position // row.ratio
         dtype, shape = told if isinstance(told, list) and len(told) == 2 else (None, [])
         if dtype not in DTYPES or not _is_shape(shape) or row.axis >= len(shape):
             raise CodecError(f"{row.name} has a malformed shape: recompute this state")
-        if shape[row.axis] != rows or (target.filled if target else 0) != rows:
-            raise CodecError(
-                f"{row.name} has {target.filled if target else 0} of {rows} rows: "
-                "recompute this state"
-            )
+        if shape[row.axis] != rows or (target is None and rows):
+            raise CodecError(f"{row.name} does not have its {rows} rows: recompute this state")
         width = Width(dtype, (*shape[: row.axis], 0, *shape[row.axis + 1 :]))
         if width != (target.width if target else known or width):
             raise CodecError(f"{row.name} is not of this model's width: recompute this state")
-        return target.array() if target else mx.zeros(shape, memory.dtype_of(width.dtype))
-
-
-class _Arrays:
-    """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
-
-    def __init__(self, snapshot: Piece) -> None:
-        self._leaves = snapshot.header.leaves
-        self._offsets = offsets_of(self._leaves)
-        self._payload = snapshot.payload
-        self._taken: set[int] = set()
-        self._copies: list[Any] = []
-        self.made: list[mx.array] = []
-
-    def decode(self, node: Any, slot: Slot, name: str, depth: int = 0) -> Any:
-        """A state value from its encoding; `name` is the dotted name its array must bear."""
-        if node is None or isinstance(node, (bool, int, float, str)):
-            return node
-        if depth > MAX_DEPTH or not isinstance(node, list) or len(node) != 2:
-            raise CodecError("the snapshot holds an unreadable value: recompute this state")
-        kind, value = node
-        if kind == "a":
-            return self._array(value, slot, name)
-        if kind in ("l", "t") and isinstance(value, list):
-            members = [
-                self.decode(member, slot, f"{name}.{index}", depth + 1)
-                for index, member in enumerate(value)
-            ]
-            return members if kind == "l" else tuple(members)
-        raise CodecError("the snapshot holds an unreadable value: recompute this state")
-
-    def _array(self, index: Any, slot: Slot, name: str) -> mx.array:
-        if type(index) is not int or not 0 <= index < len(self._leaves) or index in self._taken:
-            raise CodecError("the snapshot points outside its leaf table: recompute this state")
-        self._taken.add(index)
-        leaf = self._leaves[index]
-        if leaf.path != slot.path or leaf.name != name:
-            raise CodecError(f"{_where(leaf)} stands where {name} should: recompute this state")
-        slot.check_state(leaf)
-        if leaf.nbytes:
-            room = memory.allocate(leaf.nbytes)
-            target = memory.view(room)[: leaf.nbytes]
-            origin = np.frombuffer(self._payload, np.uint8, leaf.nbytes, self._offsets[index])
-            self._copies.append(partial(np.copyto, target, origin))
-            array = memory.shaped(room, leaf.dtype, leaf.shape)
-        else:
-            array = mx.zeros(leaf.shape, memory.dtype_of(leaf.dtype))
-        self.made.append(array)
-        return array
-
-    def close(self) -> None:
-        """Copy, after all arrays are known. Raises CodecError where one was left out."""
-        if len(self._taken) != len(self._leaves):
-            raise CodecError("the snapshot holds arrays of no cache: recompute this state")
-        memory.run_all(self._copies, self._payload.nbytes)
-        self._copies = []
+        return target.array(rows) if target else mx.zeros(shape, memory.dtype_of(width.dtype))
 
 
 def _drop_transient(layout: Layout, caches: Sequence[Any]) -> None:
@@ -369,7 +300,3 @@ def _is_shape(shape: Any) -> bool:
         and all(type(size) is int and 0 <= size < MAX_TOKENS for size in shape)
         and math.prod(size or 1 for size in shape) <= MAX_PAYLOAD
     )
-
-
-def _where(leaf: Leaf) -> str:
-    return f"layer {'.'.join(map(str, leaf.path))} {leaf.name}"

@@ -1,0 +1,148 @@
+"""Where restored bytes come to lie: growing arrays, and the arrays of a snapshot."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from store.codec import memory
+from store.codec.cacheclass import Growing, live
+from store.codec.header import MAX_DEPTH, CodecError, Leaf, Piece, offsets_of
+from store.codec.layout import Layout, Slot, Width
+
+Key = tuple[tuple[int, ...], str]
+"""A slot's path and the name of an array in it."""
+
+
+class Reserve:
+    """Memory taken before the first byte arrives, for every array whose size is known."""
+
+    def __init__(self, layout: Layout, capacity: int) -> None:
+        """All rows of `capacity` tokens, and the state arrays of fixed shape."""
+        sizes: dict[Key, int] = {}
+        for slot in layout.slots if layout.measured else ():
+            for row, width in zip(slot.rows, slot.widths, strict=True):
+                if width is not None:
+                    sizes[slot.path, row.name] = width.nbytes(row.axis) * (capacity // row.ratio)
+            if slot.kind.free_axes == ():
+                for name, (dtype, shape) in slot.held.items():
+                    sizes[slot.path, name] = Leaf(slot.path, name, dtype, shape).nbytes
+        blocks = memory.allocate(*sizes.values())
+        self._blocks = dict(zip(sizes, blocks, strict=True))
+
+    def take(self, key: Key, nbytes: int) -> mx.array:
+        """The memory reserved for an array, or, where it was not foreseen, new memory."""
+        block = self._blocks.pop(key, None)
+        if block is not None and block.nbytes - 8 < nbytes <= block.nbytes:
+            return block
+        (block,) = memory.allocate(nbytes)
+        return block
+
+
+class Target:
+    """The memory of one growing array: room for `capacity` rows, filled from the front."""
+
+    def __init__(
+        self, row: Growing, width: Width, capacity: int, key: Key, reserve: Reserve
+    ) -> None:
+        self.row = row
+        self.width = width
+        self.capacity = capacity
+        self.row_bytes = width.nbytes(row.axis)
+        self._outer = math.prod(width.shape[: row.axis])
+        self._memory = reserve.take(key, self.row_bytes * capacity)
+        self._view: memory.Bytes | None = memory.view(self._memory)
+
+    def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
+        """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
+        nbytes = rows * self.row_bytes
+        assert self._view is not None
+        if self._outer == 1:
+            # The common case, and called for every array of every block.
+            at = first * self.row_bytes
+            self._view[at : at + nbytes] = payload[offset : offset + nbytes]
+            return
+        inner, width = nbytes // self._outer, self.row_bytes // self._outer
+        shape, stride = (self._outer, inner), self.capacity * width
+        target = np.ndarray(shape, np.uint8, self._view, first * width, (stride, 1))
+        np.copyto(target, np.ndarray(shape, np.uint8, payload, offset))
+
+    def array(self, rows: int) -> mx.array:
+        """The finished array, unevaluated: the whole buffer, or its live rows where exact."""
+        self._view = None
+        shape = list(self.width.shape)
+        shape[self.row.axis] = self.capacity
+        whole = memory.shaped(self._memory, self.width.dtype, shape)
+        done = live(whole, rows, self.row.axis) if self.row.exact else whole
+        assert done is not None
+        return done
+
+
+class StateArrays:
+    """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
+
+    def __init__(self, snapshot: Piece, reserve: Reserve) -> None:
+        self._reserve = reserve
+        self._leaves = snapshot.header.leaves
+        self._offsets = offsets_of(self._leaves)
+        self._piece = snapshot
+        self._taken: set[int] = set()
+        self._blocks: list[tuple[mx.array, Leaf, int]] = []
+        self.made: list[mx.array] = []
+
+    def decode(self, node: Any, slot: Slot, name: str, depth: int = 0) -> Any:
+        """A state value from its encoding; `name` is the dotted name its array must bear."""
+        if node is None or isinstance(node, (bool, int, float, str)):
+            return node
+        if depth > MAX_DEPTH or not isinstance(node, list) or len(node) != 2:
+            raise CodecError("the snapshot holds an unreadable value: recompute this state")
+        kind, value = node
+        if kind == "a":
+            return self._array(value, slot, name)
+        if kind in ("l", "t") and isinstance(value, list):
+            members = [
+                self.decode(member, slot, f"{name}.{index}", depth + 1)
+                for index, member in enumerate(value)
+            ]
+            return members if kind == "l" else tuple(members)
+        raise CodecError("the snapshot holds an unreadable value: recompute this state")
+
+    def _array(self, index: Any, slot: Slot, name: str) -> mx.array:
+        if type(index) is not int or not 0 <= index < len(self._leaves) or index in self._taken:
+            raise CodecError("the snapshot points outside its leaf table: recompute this state")
+        self._taken.add(index)
+        leaf = self._leaves[index]
+        if leaf.path != slot.path or leaf.name != name:
+            raise CodecError(f"{where(leaf)} stands where {name} should: recompute this state")
+        slot.check_state(leaf)
+        block = self._reserve.take((leaf.path, leaf.name), leaf.nbytes)
+        self._blocks.append((block, leaf, self._offsets[index]))
+        array = memory.shaped(block, leaf.dtype, leaf.shape)
+        self.made.append(array)
+        return array
+
+    def close(self) -> None:
+        """Check and copy, after all arrays are known. Raises CodecError where one was left out."""
+        if len(self._taken) != len(self._leaves):
+            raise CodecError("the snapshot holds arrays of no cache: recompute this state")
+        payload = np.frombuffer(self._piece.payload, np.uint8)
+        copies = [
+            partial(
+                np.copyto,
+                memory.view(block)[: leaf.nbytes],
+                payload[offset : offset + leaf.nbytes],
+            )
+            for block, leaf, offset in self._blocks
+            if leaf.nbytes
+        ]
+        memory.run_all([self._piece.verify, *copies], self._piece.payload.nbytes)
+        self._blocks = []
+
+
+def where(leaf: Leaf) -> str:
+    """A leaf's place, for messages."""
+    return f"layer {'.'.join(map(str, leaf.path))} {leaf.name}"
