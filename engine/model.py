@@ -18,7 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.quant_utils import dequantize_model
 from mlx_vlm.utils import load_model
 
-from engine import library
+from engine import corrections, library
 from engine.device import Device
 from engine.errors import ModelError
 from engine.probe import Batching, probe
@@ -68,6 +68,7 @@ class Model:
         length = text.get("max_position_embeddings") or config.get("max_position_embeddings")
         self.context_length = int(length) if length else 1 << 31
         self.eos_ids = _eos_ids(path, config, text)
+        corrections.apply(str(getattr(self.lm, "model_type", self.model_type)))
         self.mrope = hasattr(self.lm, "_rope_deltas")
         self._fingerprint = fingerprint
         self._make_cache: Callable[[Any], Caches] = make_cache or make_prompt_cache
