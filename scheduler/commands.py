@@ -189,7 +189,7 @@ def run_show(args: argparse.Namespace) -> int:
         "path": facts["path"] or "",
         "hand-off": _handoff(facts["handoff"]),
         "times": ", ".join(f"{k} {v:.2f} s" for k, v in facts["times"].items()),
-        "attempts": str(facts["attempts"]),
+        "attempts": ", ".join(f"{count} {stage}" for stage, count in facts["attempts"].items()),
     }
     for name, value in rows.items():
         if value:

@@ -199,7 +199,8 @@ def _job(
         # A state ends before its pending token, and is of use only if nothing of it changed.
         state = len(lineage.parent.ids) - 1
         held = min(state, tokens - 1) if prompt.shared >= state else 0
-    local = held > 0 and tokens - held <= config.local_prefill_tokens
+    # The state of a turn that is continued lies on its decode node, which computes what is new.
+    local = held > 0
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),

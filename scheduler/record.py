@@ -182,6 +182,13 @@ class Job:
     reason: str
     path: dict[str, Any]
     prompt: bytes = b""
+    prefill_attempts: int = 0
+
+    @property
+    def attempts_by_stage(self) -> dict[Stage, int]:
+        """How often each stage was started: 1 where nothing went wrong, 0 where it was skipped."""
+        now = self.attempts if self.stage == "prefill" else 0
+        return {"prefill": self.prefill_attempts + now, "decode": self.attempts - now}
 
     @property
     def ended(self) -> bool:
@@ -247,4 +254,5 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         reason=text("reason"),
         path=packed("path") or {},
         prompt=prompt,
+        prefill_attempts=number("p_attempts"),
     )

@@ -13,6 +13,8 @@ import httpx
 
 from scheduler import data_dir, redis_server
 from scheduler.config import Config, ConfigError, resolved_environment
+from scheduler.nodes import Nodes, Role
+from scheduler.redis_client import connect
 from scheduler.supervisor import Service, StackFailed, Supervisor
 
 MODULES = {
@@ -21,6 +23,8 @@ MODULES = {
     "prefill": ["worker_prefill"],
     "decode": ["worker_decode"],
 }
+WORKERS: tuple[Role, ...] = ("decode", "prefill")
+ROLES = frozenset({"api", *WORKERS})
 START_SECONDS = 600.0
 """How long a worker may take to load its model: minutes where it is hundreds of gigabytes."""
 
@@ -31,12 +35,16 @@ class Stack:
     Raises ConfigError before anything is started, StackFailed when a process cannot run.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, roles: frozenset[str] = ROLES) -> None:
+        """`roles` are those that run on this machine."""
         self.config = config
-        check_port(config)
+        self.roles = roles
+        if "api" in roles:
+            check_port(config)
         data_dir.prepare(config)
         self._claim = data_dir.Claim(config.data_dir)
         self.supervisor = Supervisor(resolved_environment(config), config.jobs.drain_seconds)
+        self._nodes = Nodes(connect(config.redis_url))
 
     def start(self, say: Callable[[str], None] = lambda _: None) -> None:
         """Start every process; returns when Redis answers, the others are still loading."""
@@ -44,11 +52,12 @@ class Stack:
             say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
             self._add("redis", stop_last=True)
         say(f"redis    {self._wait_for_redis()} answers")
-        for name in ("decode", "prefill", "api"):
-            self._add(name)
+        for name in (*WORKERS, "api"):
+            if name in self.roles:
+                self._add(name)
 
     def wait_ready(self) -> None:
-        """Supervise until the API and both workers are ready for work."""
+        """Supervise until everything that runs on this machine is ready for work."""
         self.supervisor.wait_until(self._ready, START_SECONDS, "the stack")
 
     def facts(self) -> dict[str, Any]:
@@ -80,7 +89,16 @@ class Stack:
                 self.supervisor.tick(0.05)
 
     def _ready(self) -> bool:
-        return bool(self.facts().get("ready"))
+        for role in WORKERS:
+            if role in self.roles:
+                node = self._nodes.get(role, self.config.node)
+                # An entry may outlive its process by some seconds: the process must be ours.
+                if node is None or node.state != "ready" or node.pid != self._pid(role):
+                    return False
+        return "api" not in self.roles or bool(self.facts().get("store"))
+
+    def _pid(self, name: str) -> int | None:
+        return self.supervisor.find(name).pid
 
     def _headers(self) -> dict[str, str]:
         token = self.config.api.token

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from scheduler import data_dir, model_files
-from scheduler.config import Config, load, resolved_environment
-from scheduler.stack import Stack, StackFailed
+from scheduler.config import Config, ConfigError, load, resolved_environment
+from scheduler.stack import ROLES, Stack, StackFailed
 
 _UP = """\
 Run Tandem on this machine: Redis (unless REDIS_URL names one), the API, one prefill worker and one
@@ -22,6 +22,11 @@ decode worker, each a process of its own, restarted when it dies. Ctrl-C drains 
 
   tandem up                                 the small default model, port 8420
   tandem up --model ~/models/GLM-4bit       any directory or hub name that mlx-vlm loads
+
+On two machines, with one Redis that both reach (redis.url in tandem.toml, or REDIS_URL):
+
+  tandem up --only api,decode               on the machine that keeps the conversations
+  tandem up --only prefill                  on the machine that prefills
 """
 _WORKER = """\
 Run one worker, for a machine of its own. It joins the Redis of the configuration (redis.url or
@@ -40,6 +45,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_config_flags(up)
     up.add_argument("--port", type=int, help="port of the API (8420)")
+    up.add_argument("--only", metavar="ROLES", help="of api, prefill and decode, with commas")
     up.set_defaults(run=run_up)
     worker = subparsers.add_parser(
         "worker", help="run one worker here", description=_WORKER, formatter_class=raw
@@ -68,14 +74,16 @@ def run_up(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    roles = chosen_roles(args.only, config)
     config = fetch_model(config, console)
-    stack = Stack(config)
+    stack = Stack(config, roles)
     stack.supervisor.install_signals()
     try:
         stack.start(console.print)
         stack.wait_ready()
-        console.print(f"api      {config.api_url}/v1   model {config.model_name}")
-        console.print(f"queues   {config.api_url}/rq")
+        if "api" in roles:
+            console.print(f"api      {config.api_url}/v1   model {config.model_name}")
+            console.print(f"queues   {config.api_url}/rq")
         console.print("ready; Ctrl-C drains and stops")
         stack.supervisor.run()
     except StackFailed as error:
@@ -87,6 +95,25 @@ def run_up(args: argparse.Namespace) -> int:
         console.print("stopping")
         stack.stop()
     return 0
+
+
+def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
+    """The roles that `--only` names; all of them without it. Raises ConfigError."""
+    if only is None:
+        return ROLES
+    roles = frozenset(name.strip() for name in only.split(",") if name.strip())
+    if not roles or roles - ROLES:
+        raise ConfigError(f"--only = {only!r} is not accepted: name some of {', '.join(ROLES)}")
+    if roles != ROLES and not config.redis.url:
+        raise ConfigError(
+            "--only needs a Redis that the other machines reach: set redis.url or REDIS_URL"
+        )
+    if "api" in roles and "decode" not in roles:
+        raise ConfigError(
+            "the API reads conversations from the decode worker's store on its own machine: "
+            "use --only api,decode"
+        )
+    return roles
 
 
 def run_worker(args: argparse.Namespace) -> int:

@@ -132,7 +132,7 @@ def facts(job: Job, position: int | None = None) -> dict[str, Any]:
         "computed_tokens": job.computed_tokens if job.ended else None,
         "handoff": job.handoff,
         "times": times,
-        "attempts": job.attempts,
+        "attempts": job.attempts_by_stage,
         **({"details": path} if path else {}),
     }
 

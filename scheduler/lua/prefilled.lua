@@ -14,6 +14,7 @@ end
 close(args.id, 'prefill', queue, 'finished', args.shadow_ttl)
 redis.call('HINCRBY', RQ .. ':worker:' .. worker, 'successful_job_count', 1)
 move(args.id, status, 'handing_off')
+redis.call('HINCRBY', key, 'p_attempts', redis.call('HGET', key, 'attempts'))
 redis.call('HSET', key, 'stage', 'decode', 'queue', args.queue, 'run', '', 'p_run', args.run,
            'p_worker', worker, 'worker', '', 'attempts', 0, 'handoff', args.handoff)
 if args.prefilled >= 0 then redis.call('HSET', key, 'prefilled_tokens', args.prefilled) end
