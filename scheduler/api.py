@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -110,6 +111,9 @@ def serve(config: Config) -> int:
             timeout_graceful_shutdown=5,
         )
     )
+    # uvicorn raises the signal that stopped it once more when it is done; a clean stop is no crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     server.run(sockets=[listener])
     return 0
 

@@ -110,7 +110,9 @@ def _add(subparsers: Any, name: str, summary: str, text: str, run: Any) -> argpa
 
 
 def _asking_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--instructions", metavar="TEXT", help="the system prompt of this turn")
+    parser.add_argument(
+        "--instructions", metavar="TEXT", help="the system prompt (resume: as before, if not given)"
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="write at most N tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 (the default) is greedy")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
@@ -135,7 +137,18 @@ def run_resume(args: argparse.Namespace) -> int:
         more = {"previous_response_id": args.id}
     else:
         raise ClientError(f"{args.id!r} is no ID: it begins with resp_ or conv_", 2)
+    if args.instructions is None:
+        args.instructions = _instructions_of(args)
     return _ask(args, _read("-") if args.text == "-" else args.text, more)
+
+
+def _instructions_of(args: argparse.Namespace) -> str | None:
+    """What the turn to be continued was told: the API itself carries no instructions over."""
+    with _client(args) as client:
+        name = args.id
+        if name.startswith("conv_"):
+            name = client.conversation(name)["tandem"]["head"]
+        return client.retrieve(name)["instructions"] if name else None
 
 
 def run_jobs(args: argparse.Namespace) -> int:

@@ -55,6 +55,12 @@ class Workers(threading.Thread):
         for gate in (self.may_prefill, self.may_decode, self.may_finish):
             gate.set()
 
+    def stop(self) -> None:
+        """End the thread."""
+        self.open()
+        self.ended.set()
+        self.join(10)
+
     def run(self) -> None:
         while not self.ended.is_set():
             worked = self._prefill() if self.may_prefill.is_set() else False
@@ -250,9 +256,7 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.workers.open()
-        self.workers.ended.set()
-        self.workers.join(10)
+        self.workers.stop()
         self.workers.runs.client.close()
         self.stop_api()
         for presence in self.present:
