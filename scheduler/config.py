@@ -11,12 +11,14 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import sys
 import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -47,7 +49,9 @@ def default_models_dir() -> Path:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class RedisConfig(_Section):
@@ -58,6 +62,12 @@ class RedisConfig(_Section):
     def _scheme(cls, value: str) -> str:
         if value and not value.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must start with redis://, rediss:// or unix://, or be empty")
+        try:
+            port = urlsplit(value).port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError("the port must be a number from 1 to 65535")
         return value
 
 
@@ -80,7 +90,7 @@ class DecodeConfig(_Section):
         512, description="used when a request gives no limit"
     )
     local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
-        2048, description="a resumed turn with at most this many new tokens skips the prefill node"
+        2048, description="a longer prompt whose state was lost goes back to the prefill node"
     )
 
 
@@ -112,7 +122,7 @@ class JobsConfig(_Section):
         10_000, description="jobs that may wait in one queue; more are refused with 429"
     )
     horizon_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
-        420.0, description="after about this long a normal job goes before all others"
+        380.0, description="after about this long a normal job goes before all others"
     )
     interactive_weight: Annotated[float, Field(gt=0, le=100)] = Field(
         0.5, description="below 1: interactive jobs go earlier and age faster"
@@ -124,7 +134,7 @@ class JobsConfig(_Section):
         1.0, description="how much recent use by an owner counts against its next job"
     )
     preempt_gain: Annotated[float, Field(ge=1, le=1000)] = Field(
-        1.5, description="a running prefill is parked for a job that is better by this factor"
+        1.25, description="a running prefill is parked for a job that is better by this factor"
     )
     max_parked: Annotated[int, Field(ge=0, le=1000)] = Field(
         4, description="unfinished prefills that may be parked at once; 0: never park"
@@ -154,15 +164,24 @@ class Config(_Section):
     link: LinkConfig = Field(default_factory=LinkConfig)
     jobs: JobsConfig = Field(default_factory=JobsConfig)
 
-    @field_validator("data_dir", "models_dir")
+    @field_validator("data_dir", "models_dir", "model_dir", mode="before")
     @classmethod
-    def _absolute(cls, value: Path) -> Path:
-        return value.expanduser().absolute()
+    def _named(cls, value: Any) -> Any:
+        if value == "":  # would be the current directory
+            raise ValueError("a directory is needed, or leave the key out")
+        return value
+
+    @field_validator("data_dir", "models_dir", "model_dir")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
 
     @property
     def model_name(self) -> str:
         """The name under which the API serves the model: never a path."""
-        return Path(self.model).name if self.model.startswith(("/", "~", ".")) else self.model
+        if not self.model.startswith(("/", "~", ".")):
+            return self.model
+        return os.path.basename(os.path.abspath(Path(self.model).expanduser())) or "model"
 
     @property
     def runtime_dir(self) -> Path:
@@ -222,11 +241,10 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     Raises ConfigError with one line that names key, value and what is accepted.
     """
     if path is None and RESOLVED in os.environ:
-        tree: dict[str, Any] = json.loads(os.environ[RESOLVED])
-        source = "the configuration of the running stack"
+        tree = _resolved()
+        source = f"the configuration of the running stack ({RESOLVED})"
     else:
-        flags = {k: v for k, v in (overrides or {}).items() if v is not None}
-        found = _find(path, flags.get("data_dir"))
+        found = _find(path, (overrides or {}).get("data_dir"))
         tree = _read(found) if found else {}
         source = str(found) if found else "the defaults"
         _apply_environment(tree)
@@ -236,7 +254,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        raise ConfigError(_explain(error, source, overrides or {})) from None
     if not config.api.token and not is_loopback(config.api.host):
         raise ConfigError(
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
@@ -245,23 +263,39 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
     return config
 
 
+def without_password(url: str) -> str:
+    """`url` as it may be shown: passwords are replaced."""
+    url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
+    return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
+
+
 def resolved_environment(config: Config) -> dict[str, str]:
     """Environment of a child process that runs with exactly this configuration."""
     return {**os.environ, RESOLVED: config.model_dump_json()}
 
 
 def _find(path: Path | None, data_dir: Any) -> Path | None:
-    if named := path or (
-        Path(os.environ["TANDEM_CONFIG"]) if "TANDEM_CONFIG" in os.environ else None
-    ):
-        if not named.is_file():
-            raise ConfigError(f"configuration file {named} does not exist: check --config")
-        return named
+    named = path or os.environ.get("TANDEM_CONFIG")
+    if named:
+        if not os.path.isfile(named):
+            cause = "--config" if path else "TANDEM_CONFIG"
+            raise ConfigError(f"configuration file {named} does not exist: check {cause}")
+        return Path(named)
     base = Path(data_dir).expanduser() if data_dir else default_data_dir()
     for candidate in (Path("tandem.toml"), base / "tandem.toml"):
-        if candidate.is_file():
+        if os.path.isfile(candidate):  # False too where the directory may not be searched
             return candidate
     return None
+
+
+def _resolved() -> dict[str, Any]:
+    try:
+        tree = json.loads(os.environ[RESOLVED])
+    except ValueError as error:
+        raise ConfigError(f"{RESOLVED} is not JSON ({error}): start the stack again") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{RESOLVED} is not a JSON object: start the stack again")
+    return tree
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -278,7 +312,8 @@ def _apply_environment(tree: dict[str, Any]) -> None:
         _set(tree, ["redis", "url"], os.environ["REDIS_URL"])
     for name, value in os.environ.items():
         if name in _PLAIN:
-            _set(tree, [_PLAIN[name]], value)
+            if value:
+                _set(tree, [_PLAIN[name]], value)
             continue
         parts = name.lower().split("_", 2)
         if len(parts) == 3 and parts[0] == "tandem" and parts[1] in _SECTIONS:
@@ -289,23 +324,32 @@ def _set(tree: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         child = tree.setdefault(key, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"{key} must be a section, not {child!r}")
+            raise ConfigError(f"{key} = {child!r} is not accepted: it is a section, [{key}]")
         tree = child
     tree[keys[-1]] = str(value) if isinstance(value, Path) else value
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain(error: ValidationError, source: str, flags: Mapping[str, Any]) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
-    if name := _environment_name(key):
+    if flags.get(key) is not None:
+        source = "the command line"
+    elif RESOLVED not in source and (name := _environment_name(key)):
         source = f"the environment ({name})"
     if first["type"] == "extra_forbidden":
         accepted = ", ".join(_keys(first["loc"][:-1]))
         return f"unknown key {key} in {source}: accepted here are {accepted}"
     text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        text = f"it is a section, [{key}]"
     more = len(error.errors()) - 1
     tail = f" (and {more} more)" if more else ""
-    return f"{key} = {first['input']!r} in {source} is not accepted: {text}{tail}"
+    value = first["input"]
+    if key == "api.token":
+        value = "***"
+    elif key == "redis.url" and isinstance(value, str):
+        value = without_password(value)
+    return f"{key} = {value!r} in {source} is not accepted: {text}{tail}"
 
 
 def _environment_name(key: str) -> str | None:
