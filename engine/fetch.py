@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("--models-dir", type=Path, required=True)
     args = parser.parse_args()
+    # An exception, so that what is half made is removed and pip is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     def progress(stage: str, done: int, total: int) -> None:
         print(json.dumps({"stage": stage, "done": done, "total": total}), flush=True)

@@ -10,6 +10,9 @@ from typing import Self
 
 from scheduler.config import Config, ConfigError
 
+#: Longest path of a socket in bytes; macOS allows 104, its end included.
+MAX_SOCKET = 100
+
 
 class Claim:
     """An exclusive claim on a data directory, released when the process ends.
@@ -18,23 +21,24 @@ class Claim:
     """
 
     def __init__(self, path: Path) -> None:
-        make_private(path)
+        make_usable(path)
         self.path = path / "tandem.lock"
+        self._fd = -1
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(_unwritable(path, error)) from None
-        try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode("ascii"), 0)
+        except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
-            os.close(self._fd)
+            self.release()
             raise ConfigError(
                 f"data directory {path} is in use by another Tandem (process {owner or '?'}): "
                 "stop it, or choose another directory with --data"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode("ascii"), 0)
+        except OSError as error:
+            self.release()
+            raise ConfigError(_unusable(path, error)) from None
 
     def release(self) -> None:
         """Give the directory up. Harmless when called twice."""
@@ -50,33 +54,51 @@ class Claim:
 
 
 def prepare(config: Config) -> None:
-    """Create the directories a stack needs, for this user only.
+    """Create the directories that every process of a stack needs, for this user only.
 
-    Raises ConfigError naming the directory and the cause.
+    Raises ConfigError naming the directory, the cause and the cure.
     """
-    for path in (config.data_dir, config.data_dir / "logs", config.runtime_dir):
-        make_private(path)
-    if len(os.fsencode(config.redis_socket)) > 100:
-        raise ConfigError(
-            f"runtime directory {config.runtime_dir} is too long for a socket (100 bytes at most): "
-            "set XDG_RUNTIME_DIR to a shorter directory"
-        )
+    for socket in (config.redis_socket, config.store_socket):
+        if len(os.fsencode(socket)) > MAX_SOCKET:
+            raise ConfigError(
+                f"runtime directory {config.runtime_dir} is too long for a socket "
+                f"({MAX_SOCKET} bytes at most with {socket.name}): set XDG_RUNTIME_DIR "
+                "to a shorter directory"
+            )
+    make_usable(config.data_dir)
+    make_private(config.data_dir / "logs")
+    if config.runtime_dir.is_symlink():  # made by somebody else, in a directory all may write to
+        raise ConfigError(f"{config.runtime_dir} is a symbolic link: remove it")
+    make_private(config.runtime_dir)
 
 
-def make_private(path: Path) -> None:
-    """Create `path` with mode 0700, or check that it belongs to this user and can be written."""
+def make_usable(path: Path) -> None:
+    """Create `path` with mode 0700; one that exists must be this user's and writable.
+
+    Its mode is left alone: it may hold other things. Raises ConfigError.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except OSError as error:
-        raise ConfigError(_unwritable(path, error)) from None
+        raise ConfigError(_unusable(path, error)) from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{path} is not a directory of this user: remove it or choose another")
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"directory {path} is not writable: change its mode or choose another")
 
 
-def _unwritable(path: Path, error: OSError) -> str:
+def make_private(path: Path) -> None:
+    """The same for a directory that is Tandem's alone: others lose access to it."""
+    make_usable(path)
+    try:
+        if stat.S_IMODE(path.stat().st_mode) != 0o700:
+            path.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(_unusable(path, error)) from None
+
+
+def _unusable(path: Path, error: OSError) -> str:
     return (
         f"directory {path} cannot be used: {error.strerror or error}: "
         "make it writable, or choose another with --data"

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 VARIABLE = "TANDEM_LIFELINE"
@@ -42,17 +42,30 @@ def watch(on_end: Callable[[], None] | None = None) -> bool:
     return True
 
 
-def main(command: list[str]) -> int:
-    """Run `command`, forward SIGTERM and SIGINT to it, and end with its status."""
-    child = subprocess.Popen(command)
+def main(command: list[str], keep: Sequence[int] = ()) -> int:
+    """Run `command`, forward SIGTERM and SIGINT to it, and end with its status.
 
-    def forward(number: int, _: FrameType | None) -> None:
-        child.send_signal(number)
+    `keep` are descriptors that the command inherits. A status above 128 names the signal that
+    ended it, as in a shell.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def forward(number: int, _: FrameType | None = None) -> None:
+        if child is None:
+            early.append(number)  # between the two lines below
+        else:
+            child.send_signal(number)
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
-    watch(lambda: child.send_signal(signal.SIGTERM))
-    return child.wait()
+    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+    child = subprocess.Popen(command, pass_fds=keep, env=environment)
+    for number in early:
+        child.send_signal(number)
+    watch(lambda: forward(signal.SIGTERM))
+    status = child.wait()
+    return status if status >= 0 else 128 - status
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from scheduler.config import Config, ConfigError
 
@@ -27,22 +29,35 @@ def ensure(config: Config, progress: Progress) -> Config:
         return config
     command = [sys.executable, "-P", "-m", "engine.fetch", config.model]
     command += ["--models-dir", str(config.models_dir)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
     outcome: dict[str, str] = {}
-    try:
-        for line in process.stdout:
-            report = json.loads(line)
-            if "stage" in report:
-                progress(report["stage"], report["done"], report["total"])
-            else:
-                outcome = report
-        errors = process.stderr.read()
-    finally:
-        process.terminate()
-        process.wait()
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        # Not a pipe: nobody reads it meanwhile, and a downloader's bars would fill one.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                report = _report(line)
+                if "stage" in report:
+                    progress(report["stage"], report["done"], report["total"])
+                elif report:
+                    outcome = report
+            process.wait()
+        finally:
+            process.terminate()  # it removes what is half made
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        lines = [line.strip() for line in errors if line.strip()]
     if "path" not in outcome:
-        last = errors.strip().splitlines()[-1] if errors.strip() else "no reason given"
+        last = lines[-1] if lines else f"engine.fetch ended with status {process.returncode}"
         raise ConfigError(outcome.get("error") or f"model {config.model} could not be had: {last}")
     return config.model_copy(update={"model_dir": Path(outcome["path"])})
+
+
+def _report(line: str) -> dict[str, Any]:
+    """One line of the engine's output; empty where a library printed something of its own."""
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}

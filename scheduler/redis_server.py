@@ -8,6 +8,8 @@ the death of its process; a power cut costs at most the last second.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
 import subprocess
@@ -21,10 +23,13 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from scheduler import lifeline
-from scheduler.config import Config, ConfigError, load
+from scheduler.config import Config, ConfigError, load, without_password
 from scheduler.data_dir import make_private
+from scheduler.supervisor import CONFIGURATION
 
 MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
+#: Seconds for an earlier server of ours to write its file to the end and go.
+_PATIENCE = 30.0
 _VERSION = re.compile(r"(?i)\b(redis|valkey)\b.*?v=(\d+)\.(\d+)")
 
 
@@ -104,7 +109,7 @@ def probe(url: str, deadline: float) -> str:
             raise RedisUnavailable(
                 f"Redis at {without_password(url)} refuses us: {error}"
             ) from None
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, OverflowError) as error:
             if time.monotonic() >= end:
                 raise RedisUnavailable(
                     f"Redis at {without_password(url)} is not reachable ({_short(error)}): "
@@ -123,32 +128,54 @@ def probe(url: str, deadline: float) -> str:
         return f"{kind} {text}"
 
 
-def stop_orphan(config: Config) -> None:
-    """Shut down a server of ours that outlived its supervisor, and wait until it is gone.
+def acquire(config: Config, patience: float = _PATIENCE) -> int:
+    """Own the append-only file: two servers must never write one. Returns the lock's descriptor.
 
-    Two servers must never write one append-only file. The caller owns the data directory.
+    The server inherits it, so that the lock lasts as long as the server even where everything
+    around it was killed. A server of ours that outlived its supervisor is shut down first, and
+    waited for `patience` seconds. Raises RedisUnavailable when it does not go.
     """
-    while config.redis_socket.exists():
+    make_private(config.data_dir / "redis")
+    path = config.data_dir / "redis" / "server.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + patience
+    while True:
         try:
-            with redis.Redis(
-                unix_socket_path=str(config.redis_socket),
-                socket_timeout=10,
-                retry=Retry(NoBackoff(), 0),
-            ) as client:
-                client.shutdown(nosave=True)
-        except (redis.RedisError, OSError):
-            config.redis_socket.unlink(missing_ok=True)  # nobody listens: a stale file
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        else:
+            config.redis_socket.unlink(missing_ok=True)  # nobody listens any more
+            return descriptor
+        if time.monotonic() >= end:
+            os.close(descriptor)
+            raise RedisUnavailable(
+                f"an earlier Redis still writes {path.parent} and does not end: kill the server "
+                f"whose socket is {config.redis_socket}"
+            )
+        _shut_down(config.redis_socket)
+        time.sleep(0.05)
 
 
-def without_password(url: str) -> str:
-    """`url` as it may be shown: the password is replaced."""
-    return re.sub(r"(://[^:@/]*):[^@/]*@", r"\1:***@", url)
+def _shut_down(socket: Path) -> None:
+    try:
+        with redis.Redis(
+            unix_socket_path=str(socket), socket_timeout=5, retry=Retry(NoBackoff(), 0)
+        ) as client:
+            client.shutdown(nosave=True)  # the append-only file is written to its end all the same
+    except (redis.RedisError, OSError):
+        pass  # it is ending already, or will be seen not to
 
 
 def _inspect(path: Path, origin: str) -> Binary | None:
     try:
         out = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=True
+            [path, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=10,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
@@ -164,9 +191,17 @@ def _short(error: BaseException) -> str:
 
 def main() -> int:
     """Run our server until the supervisor ends it or ends itself."""
-    config = load()
-    stop_orphan(config)
-    return lifeline.main(command(config, find()))
+    try:
+        config = load()
+        binary = find()
+        lock = acquire(config)
+        return lifeline.main(command(config, binary), keep=[lock])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return CONFIGURATION
+    except RedisUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ a restart does not cure says so by its exit status (`CONFIGURATION`), which ends
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from scheduler import lifeline
 
@@ -25,6 +28,10 @@ log = logging.getLogger("tandem.supervisor")
 
 CONFIGURATION = 78  # EX_CONFIG of sysexits.h
 _FIRST_DELAY, _LAST_DELAY, _STABLE = 0.5, 30.0, 60.0
+#: Seconds after the drain for a worker to write the states that only its memory holds.
+_SAVING = 70.0
+#: Seconds to end in for a process that was told twice.
+_INSISTING = 10.0
 
 
 class StackFailed(Exception):
@@ -43,7 +50,9 @@ class Service:
     started: float = 0.0
     delay: float = _FIRST_DELAY
     next_start: float = 0.0
-    restarts: int = field(default=0)
+    restarts: int = 0
+    group: int | None = None
+    """Process group of the newest process; those that it started are members too."""
 
     @property
     def running(self) -> bool:
@@ -56,7 +65,9 @@ class Service:
     def last_line(self) -> str:
         """The last line the process wrote, for an error message."""
         try:
-            text = self.log_file.read_bytes()[-4000:].decode("utf-8", "replace")
+            with self.log_file.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
+                text = file.read().decode("utf-8", "replace")
         except OSError:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
@@ -71,6 +82,9 @@ class Supervisor:
         self._environment = dict(environment)
         self._drain = drain_seconds
         self._stopping = False
+        self._hurried = False
+        self._closed = False
+        self._handlers: dict[int, Any] = {}
         self._life_read, self._life_write = os.pipe()
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):
@@ -86,11 +100,14 @@ class Supervisor:
         return next(service for service in self.services if service.name == name)
 
     def install_signals(self) -> None:
-        """SIGTERM, SIGINT and SIGHUP stop the stack; a second one stops it without draining."""
+        """SIGTERM, SIGINT and SIGHUP stop the stack; a second one stops it without draining.
+
+        Main thread only. `stop` puts the handlers back that were there before.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+            self._handlers[number] = signal.signal(number, self._on_signal)
         # A child's death wakes the loop at once instead of at the next tick.
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 
     @property
@@ -129,20 +146,26 @@ class Supervisor:
         self._sleep(timeout)
 
     def stop(self) -> None:
-        """Stop everything and leave nothing behind: drain, then insist, then kill."""
+        """Stop everything and leave nothing behind: drain, then insist, then kill. Idempotent."""
         self._stopping = True
+        if self._closed:
+            return
+        self._closed = True
         first = [service for service in self.services if not service.stop_last]
         last = [service for service in self.services if service.stop_last]
         for group in (first, last):
             self._signal(group, signal.SIGTERM)
-            if not self._wait(group, self._drain + 10):
+            if not self._wait(group, self._drain + _SAVING):
                 self._signal(group, signal.SIGTERM)
-                if not self._wait(group, 5):
+                if not self._wait(group, _INSISTING):
                     self._signal(group, signal.SIGKILL)
-                    self._wait(group, 5)
+                    self._wait(group, _INSISTING)
+        if self._handlers and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
         for descriptor in (self._life_read, self._life_write):
             os.close(descriptor)
-        signal.set_wakeup_fd(-1)
         self._wake_read.close()
         self._wake_write.close()
 
@@ -161,6 +184,7 @@ class Supervisor:
             )
         finally:
             os.close(log_fd)
+        service.group = service.process.pid
         service.started = time.monotonic()
         log.info("started %s as process %d", service.name, service.process.pid)
 
@@ -168,6 +192,7 @@ class Supervisor:
         assert service.process is not None
         status = service.process.wait()
         service.process = None
+        _clear(service)
         if status == CONFIGURATION:
             raise StackFailed(f"{service.name} cannot run: {service.last_line()}")
         if now - service.started > _STABLE:
@@ -191,8 +216,12 @@ class Supervisor:
                 service.process.send_signal(number)
 
     def _wait(self, services: list[Service], seconds: float) -> bool:
+        """Whether all have ended within `seconds`, or soon after a second signal."""
         end = time.monotonic() + seconds
-        while any(service.running for service in services):
+        while [service for service in services if _alive(service)]:
+            if self._hurried:
+                end = min(end, time.monotonic() + _INSISTING)
+                self._hurried = False
             if time.monotonic() > end:
                 return False
             self._sleep(0.1)
@@ -210,6 +239,23 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self._stopping:
-            self._drain = 0.0
-            self._signal(self.services, signal.SIGTERM)
+            self._drain, self._hurried = 0.0, True
+            # Redis stays: the workers hand their jobs back to it.
+            hurried = [service for service in self.services if not service.stop_last]
+            self._signal(hurried, signal.SIGTERM)
         self._stopping = True
+
+
+def _alive(service: Service) -> bool:
+    alive = service.running
+    if not alive:
+        _clear(service)  # at once: its number may soon be another's
+    return alive
+
+
+def _clear(service: Service) -> None:
+    """Kill what an ended process has left: a Redis whose keeper was killed, for instance."""
+    if service.group is not None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(service.group, signal.SIGKILL)
+        service.group = None

@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from scheduler import data_dir, model_files
+from scheduler import data_dir, model_files, redis_server
 from scheduler.config import Config, ConfigError, load, resolved_environment
-from scheduler.stack import ROLES, Stack, StackFailed
+from scheduler.stack import ROLES, Stack, StackFailed, check_port
 
 _UP = """\
 Run Tandem on this machine: Redis (unless REDIS_URL names one), the API, one prefill worker and one
@@ -75,8 +75,10 @@ def run_up(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     roles = chosen_roles(args.only, config)
-    config = fetch_model(config, console)
-    stack = Stack(config, roles)
+    if "api" in roles:
+        check_port(config)  # before a download, too
+    stack = Stack(fetch_model(config, console), roles)
+    config = stack.config
     stack.supervisor.install_signals()
     try:
         stack.start(console.print)
@@ -103,7 +105,9 @@ def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
         return ROLES
     roles = frozenset(name.strip() for name in only.split(",") if name.strip())
     if not roles or roles - ROLES:
-        raise ConfigError(f"--only = {only!r} is not accepted: name some of {', '.join(ROLES)}")
+        raise ConfigError(
+            f"--only = {only!r} is not accepted: name some of {', '.join(sorted(ROLES))}"
+        )
     if roles != ROLES and not config.redis.url:
         raise ConfigError(
             "--only needs a Redis that the other machines reach: set redis.url or REDIS_URL"
@@ -118,8 +122,13 @@ def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
 
 def run_worker(args: argparse.Namespace) -> int:
     """Become the worker process; does not return."""
-    config = fetch_model(config_from(args), Console(stderr=True, highlight=False))
+    config = config_from(args)
     data_dir.prepare(config)
+    try:
+        redis_server.probe(config.redis_url, 5.0)
+    except redis_server.RedisUnavailable as error:
+        raise ConfigError(str(error)) from None
+    config = fetch_model(config, Console(stderr=True, highlight=False))
     command = [sys.executable, "-P", "-m", f"worker_{args.role}"]
     os.execve(command[0], command, resolved_environment(config))
 
