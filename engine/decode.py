@@ -11,6 +11,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from engine.errors import ModelError
+from engine.grammar import Grammar
 from engine.merged import Merged, NotMergeableError
 from engine.model import Caches, Model, evaluate
 from engine.prefill import append_schedule, expand_schedule, plan
@@ -31,7 +32,7 @@ class Row:
     again, never drawn again. `schedule` says how the held state was made, `rope_delta` is the
     model's position offset, `text` turns tokens into text and finds stop strings. `lengths` are
     the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
-    make a state again exactly as it was made.
+    make a state again exactly as it was made. `grammar` says which tokens may come.
     """
 
     caches: Caches
@@ -43,6 +44,7 @@ class Row:
     rope_delta: int = 0
     text: TextStream | None = None
     lengths: Sequence[int] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass
@@ -82,6 +84,7 @@ class _Active:
         self.forced = list(row.emitted)
         self.forced.reverse()
         self.text = row.text
+        self.grammar = row.grammar
         self.rope_delta = row.rope_delta
         self.schedule: list[list[int]] = []
         for length in expand_schedule(row.schedule):
@@ -221,7 +224,12 @@ class Batch:
             for i, (row, token) in enumerate(zip(rows, values, strict=True)):
                 row.fed(1)
                 row.widths[len(rows)] += 1
-                event = self._emit(row, int(token), logprobs, i)
+                try:
+                    event = self._emit(row, int(token), logprobs, i)
+                except Exception as error:  # a tokenizer or a grammar; the state is whole
+                    event = Event(
+                        row.uid, position=len(row.ids), finish="error", error=_line(error)
+                    )
                 if event is None:
                     continue
                 events.append(event)
@@ -254,14 +262,17 @@ class Batch:
 
     def _choose(self, rows: list[_Active], logits: mx.array) -> list[mx.array]:
         """The next token of each row as one lazy array, then log probabilities if asked for."""
-        if all(row.params.plain for row in rows):
+        if all(row.params.plain and row.grammar is None for row in rows):
             return [mx.argmax(logits, axis=-1)]
         tokens: list[mx.array] = []
         logprobs: list[mx.array] = []
         for i, row in enumerate(rows):
             seen = [*row.ids, row.pending[0]] if row.params.repetition_penalty != 1 else ()
             position = len(row.ids) + 1
-            token, probabilities = sample(logits[i], row.params, position, seen, row.generated)
+            mask = row.grammar.mask() if row.grammar is not None and not row.forced else None
+            token, probabilities = sample(
+                logits[i], row.params, position, seen, row.generated, mask
+            )
             tokens.append(token)
             logprobs.append(mx.zeros((0,)) if probabilities is None else probabilities)
         return [mx.stack(tokens), *logprobs]
@@ -278,10 +289,13 @@ class Batch:
         event = Event(row.uid, token, position)
         if token in row.params.stop_ids:
             event.finish = "stop"
-        elif row.text is not None:
-            event.text = row.text.push(token)
-            if row.text.stopped:
-                event.finish = "stop"
+        else:
+            if row.grammar is not None:
+                row.grammar.accept(token)
+            if row.text is not None:
+                event.text = row.text.push(token)
+                if row.text.stopped:
+                    event.finish = "stop"
         full = position + 1 >= self.model.context_length
         if event.finish is None and (row.count >= row.params.max_tokens or full):
             event.finish = "length"
@@ -310,13 +324,12 @@ class Batch:
 
     def _fail(self, row: _Active, error: Exception) -> Event:
         self._rows.pop(row.uid, None)
-        text = str(error).strip().splitlines()
-        return Event(
-            row.uid,
-            position=len(row.ids),
-            finish="error",
-            error=text[0] if text else type(error).__name__,
-        )
+        return Event(row.uid, position=len(row.ids), finish="error", error=_line(error))
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _number(value: mx.array) -> float:

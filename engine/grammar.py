@@ -1,0 +1,95 @@
+"""Answers held to a grammar: JSON schema, regular expression or Lark, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from engine.errors import ModelError
+
+Kind = Literal["json_schema", "regex", "lark"]
+MAX_GRAMMAR = 1 << 20  # bytes of a schema or grammar
+
+
+class Vocabulary:
+    """A tokenizer as llguidance sees it; made once per model, which takes about a second."""
+
+    def __init__(self, tokenizer: Any, size: int, eos_ids: Collection[int]) -> None:
+        """`size` is the model's vocabulary (it may exceed the tokenizer's)."""
+        import llguidance.hf
+
+        self.size = size
+        self.inner = llguidance.hf.from_tokenizer(
+            tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(eos_ids) or None
+        )
+
+
+class Grammar:
+    """Where one answer stands in its grammar.
+
+    `mask` says which tokens may come next, `accept` moves on. With `after`, nothing is constrained
+    until that token has been seen: a model's thinking is free, its answer is not.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        kind: Kind,
+        text: str | Mapping[str, Any],
+        after: int | None = None,
+    ) -> None:
+        """Raises `ModelError` for a grammar that cannot be compiled."""
+        from llguidance import LLMatcher
+
+        source = text if isinstance(text, str) else json.dumps(text)
+        if len(source.encode()) > MAX_GRAMMAR:
+            raise ModelError(f"the {kind} is larger than {MAX_GRAMMAR} bytes; simplify it")
+        try:
+            if kind == "json_schema":
+                made = LLMatcher.grammar_from_json_schema(source)
+            elif kind == "regex":
+                made = LLMatcher.grammar_from_regex(source)
+            else:
+                made = LLMatcher.grammar_from_lark(source)
+            problem = LLMatcher.validate_grammar(made, vocabulary.inner)
+        except (ValueError, TypeError) as error:
+            problem = str(error)
+        if problem:
+            line = problem.strip().splitlines()[0]
+            raise ModelError(f"the {kind} cannot be followed ({line}); correct it")
+        self._matcher = LLMatcher(vocabulary.inner, made)
+        self._size = vocabulary.size
+        self._after = after
+
+    @property
+    def active(self) -> bool:
+        """Whether the next token is constrained."""
+        return self._after is None
+
+    def mask(self) -> mx.array | None:
+        """Which tokens may come next (vocabulary,; bool), or None where any may.
+
+        Where the grammar is complete only the end tokens are left.
+        """
+        if not self.active:
+            return None
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(packed, bitorder="little")[: self._size].astype(bool)
+        if len(allowed) < self._size:
+            allowed = np.pad(allowed, (0, self._size - len(allowed)))
+        return mx.array(allowed)
+
+    def accept(self, token: int) -> None:
+        """Move on by `token`; raises `ModelError` when the grammar does not allow it."""
+        if not self.active:
+            if token == self._after:
+                self._after = None
+            return
+        if not self._matcher.consume_token(token):
+            raise ModelError(
+                f"the grammar does not allow token {token}: {self._matcher.get_error()}"
+            )
