@@ -1,9 +1,9 @@
 """One conversation in one file: its turns, its states and every block once.
 
-A bundle is MAGIC and then frames of (kind, length, xxh3_64 seeded with kind, body): one `C` (conversation), `T`
-(turn) in the order they were stored, `O` (block or snapshot: msgpack head, then payload) before
-the `S` (state) that needs it, and one `E` (number of frames before it). Nothing is taken from a
-bundle before its frame's checksum and, for blocks, the codec's own checks have passed.
+A bundle is MAGIC and then frames of (kind, length, xxh3_64 seeded by kind, body): one `C`
+(conversation), `T` (turn) in the order they were stored, `O` (block or snapshot: header, then
+payload) before the `S` (state) that needs it, and one `E` (number of frames before it). Nothing is
+taken from a bundle before its frame's checksum and, for blocks, the codec's own checks have passed.
 """
 
 from __future__ import annotations
