@@ -118,6 +118,9 @@ class JobsConfig(_Section):
     max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
     result_days: Annotated[float, Field(gt=0, le=3650)] = 7.0
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0
+    abandon_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0, description="a foreground job whose client has gone is cancelled after this long"
+    )
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         10_000, description="jobs that may wait in one queue; more are refused with 429"
     )
@@ -138,6 +141,9 @@ class JobsConfig(_Section):
     )
     max_parked: Annotated[int, Field(ge=0, le=1000)] = Field(
         4, description="unfinished prefills that may be parked at once; 0: never park"
+    )
+    parked_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        900.0, description="the finished part of a cancelled prefill is kept for this long"
     )
 
 

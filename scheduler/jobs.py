@@ -5,6 +5,7 @@ Used by the API and the CLI. What workers do to jobs is in `scheduler.runs`.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -48,8 +49,9 @@ class Jobs:
         """Record a job, its prompt and first events and put it into its first queue, atomically.
 
         The same id again is a duplicate: nothing changes. Raises IdempotencyConflict when its
-        digest differs, ConversationBusy with `lock` while the conversation has a live turn,
-        QueueFull, and JobError when Redis is out of memory.
+        digest differs. A foreground request that equals one whose client has gone (see `abandon`)
+        is given that one, under its id. Raises ConversationBusy with `lock` while the conversation
+        has a live turn, QueueFull, and JobError when Redis is out of memory.
         """
         if not RESPONSE_ID.match(new.id):
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
@@ -78,11 +80,15 @@ class Jobs:
             "digest": new.digest,
             "prompt_tokens": tokens,
             "held_tokens": new.held_tokens,
+            "prompt_digest": hashlib.blake2b(prompt, digest_size=16).hexdigest(),
             "cancel": 0,
         }
         args = {
             "id": new.id,
             "digest": new.digest,
+            "owner": new.owner,
+            "adopt": not new.background,
+            "prompt": fields["prompt_digest"],
             "locked": new.conversation if new.lock and new.conversation else "",
             "stage": new.stage,
             "queue": queue,
@@ -110,6 +116,8 @@ class Jobs:
                 raise QueueFull(
                     f"{self.settings.max_waiting} jobs wait in {queue!r} already: try again later"
                 )
+            case "adopted":
+                return Accepted(detail.decode(), True)
             case outcome:
                 return Accepted(new.id, outcome == "duplicate")
 
@@ -143,6 +151,20 @@ class Jobs:
             "shadow_ttl": shadow.SHADOW_TTL,
         }
         status = scripts.call(self.client, "cancel", args).decode()
+        if not status:
+            raise JobNotFound(f"no job {resp}: check the id")
+        return cast(Status, status)
+
+    def abandon(self, resp: str, grace: float | None = None) -> Status:
+        """The client of a foreground job has gone; returns the job's status.
+
+        It is cancelled after `grace` seconds (jobs.abandon_seconds by default) unless the same
+        request comes again: clients that time out send it again, and must not begin anew.
+        """
+        seconds = self.settings.abandon_seconds if grace is None else grace
+        if seconds <= 0:
+            return self.cancel(resp)
+        status = scripts.call(self.client, "abandon", {"id": resp, "grace": seconds}).decode()
         if not status:
             raise JobNotFound(f"no job {resp}: check the id")
         return cast(Status, status)

@@ -32,7 +32,8 @@ class PrefillEngine(Protocol):
         `check` raises Cancelled, Drain or Lost at a chunk boundary: free what is held and let it
         pass. It raises Preempted only where the engine has an attribute `parks` > 0, the number
         of unfinished prefills it can keep: keep this one's state, let the exception pass, and
-        begin there when the job comes again. Any other exception fails the job. The returned tail
+        begin there when the job comes again. Such an engine may keep a cancelled one as well, for
+        a later job with the same prompt. Any other exception fails the job. The returned tail
         runs on a background thread while the next prompt is computed; when it raises, the decode
         node prefills by itself.
         """
@@ -108,7 +109,10 @@ class PrefillLoop(LoopWorker):
         except Lost:
             self.drop(execution)
         except Cancelled:
-            self.settle_soon(execution, lambda: self.runs.cancelled(job))
+            parked = execution.prefilled if getattr(self._engine, "parks", 0) else 0
+            self.settle_soon(
+                execution, lambda: self.runs.cancelled(job, holder=self.holder, parked=parked)
+            )
         except Preempted:
             self._parked.add(job.id)
             parked = execution.prefilled

@@ -7,6 +7,7 @@ vanished is put back into its queue.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -78,13 +79,23 @@ class Reclaimer:
         return report
 
     def expired(self) -> Report:
-        """Take back jobs whose lease ran out. Does nothing in the first lease after an outage:
-        workers that could not renew because Redis was away have done nothing wrong."""
+        """Take back jobs whose lease ran out, and cancel those that were abandoned for long.
+
+        Does nothing in the first lease after an outage: workers that could not renew because Redis
+        was away have done nothing wrong.
+        """
         report: Report = Counter()
         seconds, micros = self._client.time()
         if not self._steady():
             return report
-        for resp in self._leased(seconds + micros / 1e6):
+        now = seconds + micros / 1e6
+        for member in self._client.zrangebyscore("tandem:abandoned", 0, f"{now:.6f}"):
+            resp = cast(bytes, member).decode()
+            self._client.zrem("tandem:abandoned", resp)
+            with contextlib.suppress(JobNotFound):
+                self._jobs.cancel(resp)
+                report["abandoned"] += 1
+        for resp in self._leased(now):
             report[self._reclaim(resp, dead=False)] += 1
         return report
 

@@ -138,10 +138,20 @@ class Runs:
         name, args = self.fail_call(job, code, message)
         return self._outcome(name, args)
 
-    def cancelled(self, job: Job, output: Mapping[str, Any] | None = None) -> Outcome:
-        """End a job that its worker stopped because it was cancelled; `output`: what there was."""
+    def cancelled(
+        self,
+        job: Job,
+        output: Mapping[str, Any] | None = None,
+        *,
+        holder: str = "",
+        parked: int = 0,
+    ) -> Outcome:
+        """End a job that its worker stopped because it was cancelled; `output`: what there was.
+
+        `parked`: tokens of its prompt whose state `holder` keeps for the same prompt.
+        """
         name, args = self.cancelled_call(job, output)
-        return self._outcome(name, args)
+        return self._outcome(name, {**args, "holder": holder, "parked": parked})
 
     def hand_back(self, job: Job, *, holder: str = "", parked: int = 0) -> Release:
         """Let the job wait again, first in RQ's list; no attempt is counted.
@@ -216,6 +226,9 @@ class Runs:
             "status": status,
             "first": first,
             "events": events,
+            "holder": "",
+            "parked": 0,
+            "parked_ttl": int(self.settings.parked_seconds) + 1,
             "fields": [item for pair in fields.items() for item in pair],
         }
 

@@ -5,6 +5,16 @@ if status then
   if args.digest ~= '' and digest ~= args.digest then return {'conflict', ''} end
   return {'duplicate', ''}
 end
+if args.adopt and args.digest ~= '' then
+  -- The same request as one whose client has gone: it goes on, for this client.
+  local name = 'tandem:twin:' .. args.owner .. ':' .. args.digest
+  local twin = redis.call('GET', name)
+  local state = twin and redis.call('HGET', record(twin), 'status')
+  if state and not TERMINAL[state] and redis.call('ZREM', 'tandem:abandoned', twin) == 1 then
+    redis.call('DEL', name)
+    return {'adopted', twin}
+  end
+end
 if args.locked ~= '' then
   local holder = redis.call('GET', 'tandem:turn:' .. args.locked)
   if holder then
@@ -17,6 +27,9 @@ if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then re
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
 redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)
+-- Tokens of this very prompt that a worker keeps from a run that was cancelled.
+local holder, tokens = unpack(redis.call('HMGET', 'tandem:parked:' .. args.prompt, 'by', 'tokens'))
+if holder then redis.call('HSET', key, 'parked_by', holder, 'parked_tokens', tokens) end
 if args.deadline then redis.call('HSET', key, 'deadline', stamp(NOW + args.deadline)) end
 if args.locked ~= '' then
   redis.call('HSET', key, 'locked', args.locked)

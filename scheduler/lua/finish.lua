@@ -13,5 +13,10 @@ if registry == 'finished' then
 elseif registry == 'failed' then
   redis.call('HINCRBY', RQ .. ':worker:' .. worker, 'failed_job_count', 1)
 end
+if args.parked > 0 then
+  local name = 'tandem:parked:' .. redis.call('HGET', key, 'prompt_digest')
+  redis.call('HSET', name, 'by', args.holder, 'tokens', args.parked)
+  redis.call('EXPIRE', name, args.parked_ttl)
+end
 finish(args.id, args.status, args.events, args.fields)
 return 'ok'

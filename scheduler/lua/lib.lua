@@ -92,6 +92,7 @@ local function finish(id, status, events, fields)
     redis.call('DEL', 'tandem:turn:' .. locked)
   end
   redis.call('ZREM', 'tandem:leases', id)
+  redis.call('ZREM', 'tandem:abandoned', id)
   for _, name in ipairs({key, 'tandem:events:' .. id, 'tandem:prompt:' .. id}) do
     redis.call('EXPIRE', name, args.keep)
   end

@@ -21,7 +21,7 @@ from scheduler.decode_loop import DecodeLoop
 from scheduler.execution import Execution, Finished
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.record import Job, Result
-from scheduler.runs import Preempted, Runs, SendBack
+from scheduler.runs import Cancelled, Preempted, Runs, SendBack
 from scheduler.worker import LoopWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,7 +69,7 @@ class CountingPrefill:
     def prefill(
         self, execution: Execution, job: Job, check: Callable[[int], None]
     ) -> Callable[[], Mapping[str, Any]]:
-        begin = self.parked.pop(job.id, job.held_tokens)
+        begin = self.parked.pop(str(job.prompt_ids), job.held_tokens)
         done, stop = begin, job.prompt_tokens - 1
         try:
             check(done)
@@ -79,8 +79,9 @@ class CountingPrefill:
                 done = min(done + 10, stop)
                 execution_steps[job.id] = execution_steps.get(job.id, 0) + 1
                 check(done)
-        except Preempted:
-            self.parked[job.id] = done
+        except (Preempted, Cancelled):
+            if self.parks:
+                self.parked[str(job.prompt_ids)] = done
             raise
         if job.request.get("fail") == "prefill":
             raise ValueError("secret detail")
