@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from store.codec.header import DTYPES, CodecError
+from store.codec.header import CodecError
 
 Bytes = NDArray[np.uint8]
 
@@ -93,11 +93,10 @@ def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
     count = math.prod(shape)
     if count == 0:
         return mx.zeros(tuple(shape), dtype_of(dtype))
-    width = DTYPES[dtype]
-    flat = memory.view(_UNSIGNED[width])
+    flat = memory.view(dtype_of(dtype))
     if flat.size != count:
         flat = flat[:count]
-    return flat.view(dtype_of(dtype)).reshape(tuple(shape))
+    return flat.reshape(tuple(shape))
 
 
 @cache

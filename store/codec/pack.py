@@ -7,49 +7,17 @@ keeps. Only live rows are read, never a buffer's slack, and every bit is kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
-import xxhash
 
-from store.codec import memory
-from store.codec.cacheclass import Growing
 from store.codec.chain import Chain, Mark
-from store.codec.header import CodecError, Header, Leaf, Piece, offsets_of, root, runs_of
+from store.codec.gather import Source, gather_all, gather_rows, tables_of
+from store.codec.header import CodecError, Header, Leaf, Piece, root
 from store.codec.layout import Layout, Slot, arrays_of, dtype_name, position
-
-_GROUP_BYTES = 16 << 20
-"""Blocks are packed together into buffers of about this size: a piece that is kept alive
-keeps its whole buffer, so buffers stay small."""
-_ALIGN = 64
-
-
-class _Source(NamedTuple):
-    """One growing array to read from: (B, ..., rows, ...) whose first row is `base`."""
-
-    slot: Slot
-    row: Growing
-    array: mx.array
-    base: int
-
-    def span(self, start: int, stop: int) -> tuple[int, int]:
-        """Rows completed in tokens [start, stop)."""
-        return start // self.row.ratio, stop // self.row.ratio
-
-    def leaf(self, start: int, stop: int) -> Leaf:
-        first, last = self.span(start, stop)
-        shape = list(self.array.shape)
-        shape[self.row.axis] = last - first
-        return Leaf(self.slot.path, self.row.name, dtype_name(self.array), tuple(shape))
-
-    def slice(self, start: int, stop: int) -> mx.array:
-        first, last = self.span(start, stop)
-        index = (slice(None),) * self.row.axis + (slice(first - self.base, last - self.base),)
-        return self.array[index]
 
 
 @cache
@@ -167,17 +135,15 @@ def _rows(
     if held is not None and held < stop:
         raise CodecError(f"the caches hold {held} tokens, not {stop}")
     sources = [
-        _Source(slot, row, array, 0)
+        Source(slot, row, array, 0)
         for slot, cache_ in layout.match(caches)
         for row in slot.rows
         if (array := slot.kind.array(cache_, row.name)) is not None
     ]
     block = layout.block_tokens
     cuts = [start, *range(start - start % block + block, stop, block), stop]
-    tables = _tables(sources, cuts)
-    gather = _on_device if memory.packs_on_device() else _on_host
-    payloads = gather(sources, cuts, tables)
-    digests = _digests(payloads)
+    tables = tables_of(sources, cuts)
+    payloads = gather_rows(sources, cuts, tables)
     facts = {**build(), **(provenance or {})}
     return [
         Piece(
@@ -189,14 +155,12 @@ def _rows(
                 chain=chain.at(b),
                 parent=chain.at(a),
                 leaves=table,
-                digest=digest,
+                digest=payload.digest,
                 provenance=facts,
             ),
-            payload,
+            payload.data,
         )
-        for (a, b), table, payload, digest in zip(
-            pairwise(cuts), tables, payloads, digests, strict=True
-        )
+        for (a, b), table, payload in zip(pairwise(cuts), tables, payloads, strict=True)
     ]
 
 
@@ -229,7 +193,7 @@ def _snapshot(
             arrays.append(array)
             leaves.append(Leaf(slot.path, name, dtype_name(array), array.shape))
     table = tuple(leaves)
-    payload = _flatten(arrays, table)
+    payload = gather_all(arrays, table)
     return Piece(
         Header(
             kind="snapshot",
@@ -239,12 +203,12 @@ def _snapshot(
             chain=link,
             parent=link,
             leaves=table,
-            digest=_digests([payload])[0],
+            digest=payload.digest,
             state=tuple(states),
             provenance={**build(), **(provenance or {})},
             extra=dict(extra or {}),
         ),
-        payload,
+        payload.data,
     )
 
 
@@ -278,145 +242,3 @@ def _tree(value: Any, first: int) -> Any:
         raise CodecError(f"a cache holds a {type(node).__name__}, which has no encoding")
 
     return {name: encode(member) for name, member in value.items()}
-
-
-def _tables(sources: Sequence[_Source], cuts: Sequence[int]) -> list[tuple[Leaf, ...]]:
-    """The leaf table of each block. Blocks of equal row counts share one object."""
-    known: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
-    tables = []
-    ratios = {source.row.ratio for source in sources}
-    for a, b in pairwise(cuts):
-        counts = tuple(b // ratio - a // ratio for ratio in ratios)
-        if counts not in known:
-            known[counts] = tuple(source.leaf(a, b) for source in sources)
-        tables.append(known[counts])
-    return tables
-
-
-def _on_host(
-    sources: Sequence[_Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
-) -> list[memoryview]:
-    """Copy through numpy views, many blocks at a time, one strided copy per array."""
-    flat = _flat_sources(sources, cuts[0], cuts[-1])
-    views = [memory.view(memory.bits(source.array)) for source in flat]
-    payloads: list[memoryview] = []
-    at = 0
-    while at < len(tables):
-        table = tables[at]
-        size = sum(run.nbytes for run in runs_of(table))
-        count = 1
-        while (
-            at + count < len(tables)
-            and tables[at + count] == table
-            and (count + 1) * size <= _GROUP_BYTES
-        ):
-            count += 1
-        payloads += _pack_group(flat, views, cuts[at], cuts[at + 1], count, table, size)
-        at += count
-    return payloads
-
-
-def _pack_group(
-    sources: Sequence[_Source],
-    views: Sequence[memory.Bytes],
-    start: int,
-    stop: int,
-    count: int,
-    table: tuple[Leaf, ...],
-    size: int,
-) -> list[memoryview]:
-    """`count` equal blocks, the first of them [start, stop)."""
-    if not size:
-        return [memoryview(b"")] * count
-    stride = -(-size // _ALIGN) * _ALIGN
-    buffer = memory.lease(count * stride)
-    tasks = []
-    for source, data, leaf, offset in zip(sources, views, table, offsets_of(table), strict=True):
-        if not leaf.nbytes:
-            continue
-        axis = source.row.axis
-        rows = leaf.shape[axis]
-        outer = int(np.prod(leaf.shape[:axis], dtype=np.int64))
-        inner = leaf.nbytes // outer
-        total = source.array.shape[axis]
-        width = inner // rows
-        first = start // source.row.ratio - source.base
-        target = np.ndarray((count, outer, inner), np.uint8, buffer, offset, (stride, inner, 1))
-        origin = np.ndarray(
-            (count, outer, inner), np.uint8, data, first * width, (inner, total * width, 1)
-        )
-        tasks.append(partial(np.copyto, target, origin))
-    memory.run_all(tasks, count * size)
-    return [buffer[i * stride : i * stride + size] for i in range(count)]
-
-
-def _flat_sources(sources: Sequence[_Source], start: int, stop: int) -> list[_Source]:
-    """The sources as evaluated arrays without gaps; one with gaps is copied in its range."""
-    mx.eval([memory.bits(source.array) for source in sources])
-    gaps = {
-        index: mx.contiguous(source.slice(start, stop))
-        for index, source in enumerate(sources)
-        if not memory.is_flat(source.array)
-    }
-    mx.eval(list(gaps.values()))
-    return [
-        source._replace(array=gaps[index], base=start // source.row.ratio)
-        if index in gaps
-        else source
-        for index, source in enumerate(sources)
-    ]
-
-
-def _on_device(
-    sources: Sequence[_Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
-) -> list[memoryview]:
-    """Concatenate each block on the device, then view it."""
-    packs = [
-        _concatenated([source.slice(a, b) for source in sources], table)
-        for a, b, table in zip(cuts, cuts[1:], tables, strict=False)
-    ]
-    mx.eval(packs)
-    return [memory.flat_buffer(pack) for pack in packs]
-
-
-def _flatten(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> memoryview:
-    """Whole arrays as one payload."""
-    size = sum(leaf.nbytes for leaf in table)
-    if not size:
-        return memoryview(b"")
-    if memory.packs_on_device():
-        pack = _concatenated(arrays, table)
-        mx.eval(pack)
-        return memory.flat_buffer(pack)
-    flat = memory.ready(arrays)
-    buffer = memory.lease(size)
-    target = np.frombuffer(buffer, np.uint8)
-    tasks = [
-        partial(np.copyto, target[offset : offset + leaf.nbytes], memory.view(array))
-        for array, leaf, offset in zip(flat, table, offsets_of(table), strict=True)
-        if leaf.nbytes
-    ]
-    memory.run_all(tasks, size)
-    return buffer[:size]
-
-
-def _concatenated(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> mx.array:
-    offsets = offsets_of(table)
-    order = sorted(range(len(table)), key=offsets.__getitem__)
-    parts = [
-        memory.bits(mx.contiguous(arrays[index])).reshape(-1).view(mx.uint8)
-        for index in order
-        if table[index].nbytes
-    ]
-    return mx.concatenate(parts) if parts else mx.zeros((0,), mx.uint8)
-
-
-def _digests(payloads: Sequence[memoryview]) -> list[int]:
-    digests = [0] * len(payloads)
-
-    def digest(index: int) -> None:
-        digests[index] = xxhash.xxh3_64_intdigest(payloads[index])
-
-    tasks = [partial(digest, index) for index in range(len(payloads))]
-    memory.run_all(tasks, sum(payload.nbytes for payload in payloads))
-    return digests

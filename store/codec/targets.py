@@ -16,6 +16,7 @@ from store.codec.layout import Layout, Slot, Width
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
+_SMALL = 4096
 
 
 class Reserve:
@@ -57,14 +58,14 @@ class Target:
         self._memory = reserve.take(key, self.row_bytes * capacity)
         self._view: memory.Bytes | None = memory.view(self._memory)
 
-    def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
+    def put(self, payload: memoryview, offset: int, first: int, rows: int) -> None:
         """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
         nbytes = rows * self.row_bytes
         assert self._view is not None
-        if self._outer == 1:
-            # The common case, and called for every array of every block.
+        if self._outer == 1 and nbytes <= _SMALL:
+            # Called for every array of every block: the cheaper way to move little.
             at = first * self.row_bytes
-            self._view[at : at + nbytes] = payload[offset : offset + nbytes]
+            self._view.data[at : at + nbytes] = payload[offset : offset + nbytes]
             return
         inner, width = nbytes // self._outer, self.row_bytes // self._outer
         shape, stride = (self._outer, inner), self.capacity * width

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing
@@ -141,7 +140,7 @@ class Importer:
 
         def place() -> None:
             piece.verify()
-            payload = np.frombuffer(piece.payload, np.uint8)
+            payload = piece.payload
             for target, offset in plan.copies:
                 ratio = target.row.ratio
                 target.put(payload, offset, start // ratio, plan.rows[ratio])

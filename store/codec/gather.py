@@ -1,0 +1,206 @@
+"""Collecting arrays into payloads: many blocks of rows at a time, or a whole snapshot.
+
+Two ways, one result. On the host, bytes are copied through numpy views on several threads,
+and each payload's digest is taken while it is still in the processor's cache. On the device,
+each payload is one concatenate, then viewed where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from store.codec import memory
+from store.codec.cacheclass import Growing
+from store.codec.header import Leaf, offsets_of, runs_of
+from store.codec.layout import Slot, dtype_name
+
+_GROUP_BYTES = 4 << 20
+"""Blocks are collected together into buffers of about this size: small enough to stay in a
+cache, and because a piece that is kept alive keeps its whole buffer."""
+_ALIGN = 64
+
+
+class Payload(NamedTuple):
+    """Flat uint8 memory and its xxh3_64."""
+
+    data: memoryview
+    digest: int
+
+
+class Source(NamedTuple):
+    """One growing array to read from: (B, ..., rows, ...) whose first row is `base`."""
+
+    slot: Slot
+    row: Growing
+    array: mx.array
+    base: int
+
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows completed in tokens [start, stop)."""
+        return start // self.row.ratio, stop // self.row.ratio
+
+    def leaf(self, start: int, stop: int) -> Leaf:
+        first, last = self.span(start, stop)
+        shape = list(self.array.shape)
+        shape[self.row.axis] = last - first
+        return Leaf(self.slot.path, self.row.name, dtype_name(self.array), tuple(shape))
+
+    def slice(self, start: int, stop: int) -> mx.array:
+        first, last = self.span(start, stop)
+        index = (slice(None),) * self.row.axis + (slice(first - self.base, last - self.base),)
+        return self.array[index]
+
+
+def tables_of(sources: Sequence[Source], cuts: Sequence[int]) -> list[tuple[Leaf, ...]]:
+    """The leaf table of each block. Blocks of equal row counts share one object."""
+    known: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
+    tables = []
+    ratios = {source.row.ratio for source in sources}
+    for a, b in pairwise(cuts):
+        counts = tuple(b // ratio - a // ratio for ratio in ratios)
+        if counts not in known:
+            known[counts] = tuple(source.leaf(a, b) for source in sources)
+        tables.append(known[counts])
+    return tables
+
+
+def gather_rows(
+    sources: Sequence[Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
+) -> list[Payload]:
+    """The payload of each block, the blocks lying between neighbouring `cuts`."""
+    if memory.packs_on_device():
+        return _digested(
+            [
+                _concatenated([source.slice(a, b) for source in sources], table)
+                for (a, b), table in zip(pairwise(cuts), tables, strict=True)
+            ]
+        )
+    return _rows_on_host(sources, cuts, tables)
+
+
+def gather_all(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> Payload:
+    """Whole arrays as one payload."""
+    size = sum(leaf.nbytes for leaf in table)
+    if not size:
+        return _payload(memoryview(b""))
+    if memory.packs_on_device():
+        return _digested([_concatenated(arrays, table)])[0]
+    flat = memory.ready(arrays)
+    buffer = memory.lease(size)
+    target = np.frombuffer(buffer, np.uint8)
+    tasks = [
+        partial(np.copyto, target[offset : offset + leaf.nbytes], memory.view(array))
+        for array, leaf, offset in zip(flat, table, offsets_of(table), strict=True)
+        if leaf.nbytes
+    ]
+    memory.run_all(tasks, size)
+    return _payload(buffer)
+
+
+def _rows_on_host(
+    sources: Sequence[Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
+) -> list[Payload]:
+    flat = _without_gaps(sources, cuts[0], cuts[-1])
+    views = [memory.view(memory.bits(source.array)) for source in flat]
+    tasks: list[Callable[[], object]] = []
+    results: list[list[Payload]] = []
+    total = at = 0
+    while at < len(tables):
+        table = tables[at]
+        size = sum(run.nbytes for run in runs_of(table))
+        count = 1
+        while (
+            at + count < len(tables)
+            and tables[at + count] is table
+            and (count + 1) * size <= _GROUP_BYTES
+        ):
+            count += 1
+        result: list[Payload] = []
+        results.append(result)
+        tasks.append(partial(_pack_group, result, flat, views, cuts[at], count, table, size))
+        total += count * size
+        at += count
+    memory.run_all(tasks, total)
+    return [payload for result in results for payload in result]
+
+
+def _pack_group(
+    result: list[Payload],
+    sources: Sequence[Source],
+    views: Sequence[memory.Bytes],
+    start: int,
+    count: int,
+    table: tuple[Leaf, ...],
+    size: int,
+) -> None:
+    """`count` equal blocks from token `start` on: one strided copy per array, then digests."""
+    stride = -(-size // _ALIGN) * _ALIGN
+    buffer = memory.lease(count * stride) if size else memoryview(b"")
+    for source, data, leaf, offset in zip(sources, views, table, offsets_of(table), strict=True):
+        if not leaf.nbytes:
+            continue
+        axis = source.row.axis
+        outer = math.prod(leaf.shape[:axis])
+        inner = leaf.nbytes // outer
+        width = inner // leaf.shape[axis]
+        first = start // source.row.ratio - source.base
+        shape = (count, outer, inner)
+        strides = (inner, source.array.shape[axis] * width, 1)
+        np.copyto(
+            np.ndarray(shape, np.uint8, buffer, offset, (stride, inner, 1)),
+            np.ndarray(shape, np.uint8, data, first * width, strides),
+        )
+    result.extend(_payload(buffer[i * stride : i * stride + size]) for i in range(count))
+
+
+def _without_gaps(sources: Sequence[Source], start: int, stop: int) -> list[Source]:
+    """The sources as evaluated arrays without gaps; one with gaps is copied in its range."""
+    mx.eval([memory.bits(source.array) for source in sources])
+    gaps = {
+        index: mx.contiguous(source.slice(start, stop))
+        for index, source in enumerate(sources)
+        if not memory.is_flat(source.array)
+    }
+    mx.eval(list(gaps.values()))
+    return [
+        source._replace(array=gaps[index], base=start // source.row.ratio)
+        if index in gaps
+        else source
+        for index, source in enumerate(sources)
+    ]
+
+
+def _concatenated(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> mx.array:
+    offsets = offsets_of(table)
+    order = sorted(range(len(table)), key=offsets.__getitem__)
+    parts = [
+        memory.bits(mx.contiguous(arrays[index])).reshape(-1).view(mx.uint8)
+        for index in order
+        if table[index].nbytes
+    ]
+    return mx.concatenate(parts) if parts else mx.zeros((0,), mx.uint8)
+
+
+def _digested(packs: Sequence[mx.array]) -> list[Payload]:
+    mx.eval(packs)
+    buffers = [memory.flat_buffer(pack) for pack in packs]
+    digests = [0] * len(buffers)
+
+    def digest(index: int) -> None:
+        digests[index] = xxhash.xxh3_64_intdigest(buffers[index])
+
+    tasks = [partial(digest, index) for index in range(len(buffers))]
+    memory.run_all(tasks, sum(buffer.nbytes for buffer in buffers))
+    return list(map(Payload, buffers, digests))
+
+
+def _payload(data: memoryview) -> Payload:
+    return Payload(data, xxhash.xxh3_64_intdigest(data))
