@@ -49,7 +49,11 @@ class Hot:
         return sum(held.nbytes for held in self._held.values())
 
     def put(self, held: Held) -> None:
-        """Keep a state; its memory is in use already, so it is counted even beyond the budget."""
+        """Keep a state; its memory is in use already, so it is counted even beyond the budget.
+
+        One of the same turn, from a run that was repeated, gives way.
+        """
+        self.take(held.turn)
         self._memory.take(held.nbytes)
         self._held[held.turn] = held
 

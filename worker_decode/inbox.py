@@ -59,6 +59,7 @@ class Inbox:
                 "fingerprint",
             )
         if not self._memory.reserve(offer.nbytes):
+            self.discard(offer.response)  # of a run that was given up: its memory may do
             self._pressed()
             if not self._memory.reserve(offer.nbytes, self._patience):
                 return Refusal(
@@ -66,7 +67,7 @@ class Inbox:
                     f"{self._memory.limit} are in use; raise store.hot_gb or try later",
                     "memory",
                 )
-        self.discard(offer.response)  # of a run that was given up
+        self.discard(offer.response)
         with self._lock:
             self._arrivals[offer.transfer] = Arrival(offer.response, offer.tokens, offer.nbytes)
         return Grant(offer.nbytes)

@@ -53,7 +53,9 @@ class Memory:
             self._used += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give bytes back."""
+        """Give bytes back. Raises ValueError for more than are in use: an account is wrong."""
         with self._changed:
+            if nbytes > self._used:
+                raise ValueError(f"{nbytes} bytes given back of {self._used} in use")
             self._used -= nbytes
             self._changed.notify_all()

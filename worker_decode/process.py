@@ -19,7 +19,7 @@ from scheduler.decode_loop import DecodeLoop
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Presence
 from scheduler.record import JobError, JobNotFound
-from scheduler.redis_client import connect
+from scheduler.redis_client import AWAY, connect
 from scheduler.supervisor import CONFIGURATION
 from store.codec.header import CodecError
 from store.errors import StoreError
@@ -85,7 +85,7 @@ def run(config: Config) -> int:
             node=config.node,
         )
         stack.callback(receiver.close)
-        jobs = Jobs(connect(config.redis_url), config.jobs)
+        jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
         engine = Engine(
             config,
             model,
@@ -117,8 +117,11 @@ def run(config: Config) -> int:
 
 
 def ended(jobs: Jobs, response: str) -> bool:
-    """Whether a job is over, or not known any more."""
+    """Whether a job is over, or not known any more. Asked while others wait for their tokens, so
+    a Redis that is away counts as no."""
     try:
         return jobs.get(response).ended
     except JobNotFound:
         return True
+    except AWAY:
+        return False

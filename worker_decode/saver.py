@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from store.store import Store
 log = logging.getLogger("tandem.decode")
 
 MAX_QUEUED = 4
+MAX_QUEUED_BYTES = 4 << 30
+"""A state is copied before it is queued: beyond this, no second one waits."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class _Order:
     snapshot: Piece
     base: str | None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.payload.nbytes for piece in (*self.pieces, self.snapshot))
+
 
 class Saver:
     """A bounded queue of states to write. `done` is called on the saver's thread for each."""
@@ -44,36 +51,59 @@ class Saver:
         self._store = store
         self._done = done
         self._orders: queue.Queue[_Order | None] = queue.Queue(MAX_QUEUED)
+        self._nbytes = 0
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
         self._thread.start()
 
     @property
     def room(self) -> bool:
-        """False while as many states wait as may."""
-        return not self._orders.full()
+        """False while as many states, or as many bytes of them, wait as may."""
+        return not self._orders.full() and self._nbytes < MAX_QUEUED_BYTES
 
     def put(
         self, turn: str, tokens: int, pieces: Sequence[Piece], snapshot: Piece, base: str | None
     ) -> None:
         """Queue a state; blocks while the queue is full."""
-        self._orders.put(_Order(turn, tokens, pieces, snapshot, base))
+        order = _Order(turn, tokens, pieces, snapshot, base)
+        with self._lock:
+            self._nbytes += order.nbytes
+        self._orders.put(order)
 
     def close(self, timeout: float) -> bool:
         """Write what is queued and end; False when that took more than `timeout` seconds."""
-        self._orders.put(None)
-        self._thread.join(timeout)
+        end = time.monotonic() + timeout
+        try:
+            self._orders.put(None, timeout=timeout)
+        except queue.Full:
+            return False
+        self._thread.join(max(0.0, end - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            try:
-                report = self._store.save_state(
-                    order.turn, order.pieces, order.snapshot, base=order.base
-                )
-            except StoreError as error:
-                self._done(Saved(order.turn, order.tokens, None, error))
-            except Exception as error:
-                log.exception("saving the state of %s failed", order.turn)
-                self._done(Saved(order.turn, order.tokens, None, error))
-            else:
-                self._done(Saved(order.turn, order.tokens, report))
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        # A function of its own: the copied state must not outlive its order here.
+        order = self._orders.get()
+        if order is None:
+            return False
+        report: SaveReport | None = None
+        problem: Exception | None = None
+        try:
+            report = self._store.save_state(
+                order.turn, order.pieces, order.snapshot, base=order.base
+            )
+        except StoreError as error:
+            problem = error
+        except Exception as error:
+            log.exception("saving the state of %s failed", order.turn)
+            problem = error
+        with self._lock:
+            self._nbytes -= order.nbytes
+        # Nor may a traceback keep it.
+        self._done(
+            Saved(order.turn, order.tokens, report, problem and problem.with_traceback(None))
+        )
+        return True

@@ -90,32 +90,45 @@ class Starts:
         try:
             return self._restored("cold", pieces, ids)
         except CodecError as error:
-            notes.append(f"the received state is unusable: {error}")
-            log.error("job %s: %s", job.id, notes[-1])
+            self._note(job, notes, f"the received state is unusable: {error}")
             return None
 
     def _from_memory(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
-        held = self._hot.take(job.previous) if job.previous else None
+        held = self._hot.get(job.previous) if job.previous else None
         if held is None:
             return None
         if not _leads(held.ids, ids):
-            self._hot.put(held)
             notes.append("the prompt does not continue the state in memory")
             return None
+        self._hot.take(held.turn)
         return Start(
             "hot", held.caches, held.ids, held.schedule, held.rope_delta,
             base=held.turn if held.stored else held.base, stored=held.stored, held=held,
         )  # fmt: skip
 
-    def _from_store(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
-        if not job.previous:
-            return None
+    def _from_store(self, job: Job, ids: list[int], notes: list[str]) -> Start | None:
+        """The state after the previous turn, or the nearest one before it that is whole."""
+        turn = job.previous
         try:
-            found = self._store.nearest_state(job.previous, self._model.fingerprint)
-            if found is None:
-                notes.append("no stored state of this model")
-                return None
-            reader = self._store.load_state(found.turn, self._model.fingerprint)
+            while turn is not None:
+                found = self._store.nearest_state(turn, self._model.fingerprint)
+                if found is None:
+                    notes.append("no stored state of this model")
+                    return None
+                start = self._load(found.turn, ids, notes)
+                if start is not None:
+                    start.lengths = self._recorded(job, ids, len(start.ids), notes)
+                    return start
+                damaged = self._store.get_turn(found.turn)
+                turn = damaged.parent if damaged is not None else None
+        except StoreError as error:
+            self._note(job, notes, f"the store cannot be read: {error}")
+        return None
+
+    def _load(self, turn: str, ids: Sequence[int], notes: list[str]) -> Start | None:
+        """The stored state of `turn`, or None and a note."""
+        try:
+            reader = self._store.load_state(turn, self._model.fingerprint)
             if reader is None:
                 notes.append("the stored state was evicted meanwhile")
                 return None
@@ -127,35 +140,51 @@ class Starts:
             start = self._restored("restored", pieces, ids)
         except (StoreError, CodecError) as error:
             notes.append(f"the stored state is unusable: {error}")
-            log.error("job %s: %s", job.id, notes[-1])
+            log.error("the stored state of %s is unusable: %s", turn, error)
             return None
-        start.base, start.stored = found.turn, len(start.ids)
+        start.base, start.stored = turn, len(start.ids)
         return start
 
     def _from_nothing(self, job: Job, ids: list[int], notes: list[str]) -> Start:
         moved = job.handoff is not None and job.handoff.get("path") not in (None, "none")
         if moved and len(ids) > self._local:
-            raise SendBack("the state that had arrived is gone: this node was started again")
-        lengths = self._recorded(job, ids)
+            raise SendBack("; ".join(["the state that had arrived is not here any more", *notes]))
+        lengths = self._recorded(job, ids, 0, notes)
         path: Path = "recomputed" if job.previous or moved else "cold"
         if job.handoff is not None and job.handoff.get("error"):
             path = "recomputed"
             notes.append(f"no hand-off: {job.handoff['error']}")
         return Start(path, self._model.fresh_cache(), [], [], lengths=lengths)
 
-    def _recorded(self, job: Job, ids: list[int]) -> list[int]:
-        """The parent's forwards again, then the default plan for what is new.
+    def _recorded(self, job: Job, ids: list[int], start: int, notes: list[str]) -> list[int]:
+        """The previous turn's forwards from token `start` again, then the default plan for the new.
 
-        The same chunk boundaries give the same state on the same kind of device.
+        The same boundaries give the same state on the same kind of device. Empty, which means the
+        default plan for everything, where they are not known or do not fit.
         """
-        turn = self._store.get_turn(job.previous) if job.previous else None
+        try:
+            turn = self._store.get_turn(job.previous) if job.previous else None
+            past = self._store.turn_ids(turn.id) if turn is not None else []
+        except StoreError as error:
+            self._note(job, notes, f"the previous turn cannot be read: {error}")
+            return []
         if turn is None:
             return []
         lengths = expand_schedule(turn.schedule)
         held = sum(lengths)
-        if not 0 < held < len(ids) or self._store.turn_ids(turn.id)[:held] != ids[:held]:
+        if not 0 < held < len(ids) or past[:held] != ids[:held]:
             return []
-        return lengths + plan(held, len(ids) - 1, self._model.device.chunk)
+        position = done = 0
+        while position < start and done < len(lengths):
+            position += lengths[done]
+            done += 1
+        if position != start:
+            return []
+        return lengths[done:] + plan(held, len(ids) - 1, self._model.device.chunk)
+
+    def _note(self, job: Job, notes: list[str], text: str) -> None:
+        notes.append(text)
+        log.error("job %s: %s", job.id, text)
 
     def _restored(self, path: Path, pieces: Sequence[Piece], ids: Sequence[int]) -> Start:
         state = restore(self._model, pieces, ids)

@@ -52,7 +52,9 @@ def restore(model: Model, pieces: Sequence[Piece], ids: Sequence[int]) -> Restor
         raise CodecError("the state does not say how it was computed: recompute it")
     assert isinstance(schedule, list)
     delta = snapshot.header.extra.get("rope_delta", 0)
-    return Restored(caches, list(ids[:stop]), schedule, int(delta))
+    if type(delta) is not int:
+        raise CodecError("the state does not say where its positions stand: recompute it")
+    return Restored(caches, list(ids[:stop]), schedule, delta)
 
 
 def export(model: Model, held: Held) -> tuple[list[Piece], Piece]:

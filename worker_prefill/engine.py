@@ -46,6 +46,8 @@ class Engine:
             nbytes=layout.state_bytes(stop),
             block_tokens=layout.block_tokens,
         )
+        if handoff.hopeless:
+            return handoff.give_up  # a state that nobody takes is not computed
         exporter = Exporter(layout, ids)
         schedule: list[list[int]] = []
         try:
@@ -59,4 +61,4 @@ class Engine:
         except BaseException as error:
             handoff.abandon(f"prefill stopped: {type(error).__name__}")
             raise
-        return lambda: handoff.finish(snapshot)
+        return lambda: {**handoff.finish(snapshot), "schedule": schedule}

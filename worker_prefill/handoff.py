@@ -126,29 +126,40 @@ class Handoff:
         Waits for a decode node that is starting. Raises LinkError when `ATTEMPTS` attempts have
         failed: the decode node computes then.
         """
-        while True:
+        while self._transfer is not None or self._attempt < ATTEMPTS:
             if self._transfer is None:
                 self._links.wait(self._node)
                 self._try_offer()
                 self._push(self._pieces)
-            if self._transfer is not None:
-                try:
-                    report = self._transfer.finish(snapshot)
-                except LinkError as error:
-                    self._failed(error)
-                else:
-                    self._pieces.clear()
-                    return {
-                        "bytes": report.bytes,
-                        "seconds": report.seconds,
-                        "exposed_seconds": report.exposed_seconds,
-                        "path": report.path,
-                        "streams": report.streams,
-                        "attempts": self._attempt,
-                        **({"errors": self._errors} if self._errors else {}),
-                    }
-            if self._attempt >= ATTEMPTS:
-                raise LinkError(self._errors[-1] if self._errors else "the link failed")
+            if self._transfer is None:
+                continue
+            try:
+                report = self._transfer.finish(snapshot)
+            except LinkError as error:
+                self._failed(error)
+                continue
+            moved = sum(piece.payload.nbytes for piece in (*self._pieces, snapshot))
+            self._pieces.clear()
+            return {
+                "bytes": moved if report.duplicate else report.bytes,
+                "seconds": report.seconds,
+                "exposed_seconds": report.exposed_seconds,
+                "path": report.path,
+                "streams": report.streams,
+                "attempts": self._attempt,
+                **({"errors": self._errors} if self._errors else {}),
+            }
+        self._pieces.clear()
+        raise LinkError(self._errors[-1] if self._errors else "the link failed")
+
+    @property
+    def hopeless(self) -> bool:
+        """True once no attempt is left: the two nodes do not serve the same model."""
+        return self._transfer is None and self._attempt >= ATTEMPTS
+
+    def give_up(self) -> dict[str, Any]:
+        """Raises the LinkError that made the hand-off hopeless."""
+        raise LinkError(self._errors[-1])
 
     def abandon(self, reason: str) -> None:
         """Give the state up: nobody will decode it."""
@@ -175,6 +186,8 @@ class Handoff:
             self._failed(error)
 
     def _failed(self, error: LinkError) -> None:
-        self._transfer = None
+        if self._transfer is not None:
+            self._transfer.abort(str(error))  # the receiver frees what it has of it
+            self._transfer = None
         self._errors.append(str(error))
         log.warning("hand-off of %s, attempt %d: %s", self._name, self._attempt, error)
