@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,10 @@ class Engine:
     def idle(self) -> bool:
         """Save what is idle; True while there is more to save at once."""
         return self._look_after()
+
+    def forget(self, turns: Iterable[str]) -> None:
+        """Drop the states of deleted turns soon. May be called from any thread."""
+        self._unrecorded.extend(turns)
 
     def drain(self) -> None:
         """Save every conversation that is still in memory, and wait until it is written."""
@@ -289,6 +293,8 @@ class Engine:
         """Whether a state that could not be written stays in memory for another attempt."""
         if isinstance(error, StoreGap):
             held.stored, held.base = 0, None  # what it built upon was evicted: write all of it
+        elif self._store.get_turn(held.turn) is None:
+            return False  # deleted meanwhile
         elif self._memory.wanted or self._memory.used > self._memory.limit:
             return False  # its token ids are durable: it will be computed again
         else:

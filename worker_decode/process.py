@@ -57,7 +57,8 @@ def run(config: Config) -> int:
     with contextlib.ExitStack() as stack:
         store = Store.open(config.data_dir / "store", int(config.store.size_gb * 1e9))
         stack.callback(store.close)
-        stack.callback(serve(store, config.store_socket).close)
+        server = serve(store, config.store_socket)
+        stack.callback(server.close)
         node = Node(
             role="decode",
             name=config.node,
@@ -96,6 +97,13 @@ def run(config: Config) -> int:
             ended=lambda response: ended(jobs, response),
             announce=lambda facts: presence.update(facts={"model": config.model_name, **facts}),
         )
+
+        def delete_conversation(ident: str) -> bool:
+            turns = store.conversation_turns(ident)
+            engine.forget(turns)
+            return store.delete_conversation(ident)
+
+        server.add("delete_conversation", delete_conversation)
         loop = DecodeLoop(
             config.redis_url,
             engine,

@@ -162,6 +162,8 @@ class Starts:
         The same boundaries give the same state on the same kind of device. Empty, which means the
         default plan for everything, where they are not known or do not fit.
         """
+        if not start and job.handoff is not None and job.handoff.get("schedule"):
+            return expand_schedule(job.handoff["schedule"])  # of the state that had arrived
         try:
             turn = self._store.get_turn(job.previous) if job.previous else None
             past = self._store.turn_ids(turn.id) if turn is not None else []
