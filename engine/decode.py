@@ -113,13 +113,13 @@ class Batch:
     """
 
     def __init__(self, model: Model, slots: int, chunk: int = 0, batched: bool = True) -> None:
-        """`chunk` is the extension chunk in tokens (0: the device's), `batched` False: by rows.
+        """`chunk` is the extension chunk in tokens (0: the model's), `batched` False: by rows.
 
         With more than one slot the model is probed here, once, which takes a few forwards.
         """
         self.model = model
         self.slots = slots
-        self._chunk = chunk or model.device.chunk
+        self._chunk = chunk or model.chunk
         self._uids = itertools.count(1)
         self._rows: dict[int, _Active] = {}
         self._merged: Merged[_Active] = Merged()
@@ -241,12 +241,13 @@ class Batch:
 
     def _forward(self, ready: list[_Active]) -> list[tuple[list[_Active], mx.array]]:
         """Feed every ready row its pending token; returns groups of rows with their last logits."""
-        if len(ready) > 1 and not self._row_wise:
+        merging = len(ready) >= self.model.merge_from and not self._row_wise
+        if merging:
             try:
                 self._merged.arrange(ready)
             except NotMergeableError as error:
-                self._row_wise = str(error)
-        if len(ready) == 1 or self._row_wise:
+                self._row_wise, merging = str(error), False
+        if not merging:
             self._merged.arrange([])
             groups = [([row], row.caches) for row in ready]
         else:

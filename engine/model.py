@@ -22,6 +22,7 @@ from engine import corrections, library
 from engine.device import Device
 from engine.errors import ModelError
 from engine.probe import Batching, probe
+from engine.profile import find
 from store.codec.classes import is_transient
 from store.codec.fingerprint import fingerprint
 from store.codec.header import CodecError
@@ -39,6 +40,8 @@ class Model:
     `lm` is mlx-vlm's language model, `model` the whole (with a vision tower where there is one).
     `mrope` says that positions have an offset which the model keeps outside its cache and which
     every call must pass. `eos_ids` are the tokens that end an answer.
+    `chunk` is the prefill chunk and `merge_from` the least number of rows to merge, both from the
+    profile that was measured here, else the device's defaults.
     """
 
     def __init__(
@@ -69,6 +72,9 @@ class Model:
         self.context_length = int(length) if length else 1 << 31
         self.eos_ids = _eos_ids(path, config, text)
         corrections.apply(str(getattr(self.lm, "model_type", self.model_type)))
+        profile = find(path, device)
+        self.chunk = (profile.chunk if profile else 0) or device.chunk
+        self.merge_from = profile.merge_from if profile else 2
         self.mrope = hasattr(self.lm, "_rope_deltas")
         self._fingerprint = fingerprint
         self._make_cache: Callable[[Any], Caches] = make_cache or make_prompt_cache

@@ -95,7 +95,7 @@ class Prefill:
         self.rope_delta = rope_delta
         self.schedule: list[int] = []
         self._left = (
-            list(lengths) if lengths is not None else plan(start, stop, chunk or model.device.chunk)
+            list(lengths) if lengths is not None else plan(start, stop, chunk or model.chunk)
         )
         if sum(self._left) != stop - start or any(length < 1 for length in self._left):
             raise ValueError(f"the schedule does not cover tokens {start} to {stop}")

@@ -59,7 +59,7 @@ def answer(
     params = params or SamplingParams()
     lengths = expand_schedule(schedule)
     if not lengths:
-        chunk = model.device.chunk
+        chunk = model.chunk
         lengths = plan(0, prefix, chunk) + plan(prefix, len(ids) - 1, chunk)
     prefill = Prefill(model, ids, rope_delta=rope_delta, lengths=lengths)
     prefill.run()

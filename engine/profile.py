@@ -1,0 +1,89 @@
+"""A device's measured rates for one model, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.device import Device
+from engine.errors import ModelError
+
+NAME = ".tandem-profile"  # beside the model; without a suffix, so that no digest takes it in
+VERSION = 1
+# A smaller chunk is preempted sooner and its rows leave sooner: it wins unless slower by more.
+CLOSE = 0.97
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `tandem calibrate` measured. Rates are tokens per second.
+
+    `prefill` has {chunk, context, rate}, `decode` {width, context, rate} with the width of a merged
+    batch. `device`, `mlx` and `dtype` say where; elsewhere the profile does not count.
+    """
+
+    device: str
+    mlx: str
+    dtype: str
+    prefill: list[dict[str, float]] = field(default_factory=list)
+    decode: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def chunk(self) -> int:
+        """The smallest prefill chunk within 3 % of the best rate; 0 without measurements."""
+        best = max((point["rate"] for point in self.prefill), default=0)
+        good = [int(p["chunk"]) for p in self.prefill if p["rate"] >= CLOSE * best]
+        return min(good, default=0)
+
+    @property
+    def merge_from(self) -> int:
+        """The least number of rows that are faster merged than one after another, at any context.
+
+        2 without measurements; more than any width measured where merging never pays.
+        """
+        widths = sorted({int(point["width"]) for point in self.decode})
+        rates = {(int(p["width"]), int(p["context"])): p["rate"] for p in self.decode}
+        contexts = {context for _, context in rates}
+        for width in widths:
+            if width > 1 and all(
+                rates.get((width, c), 0) >= rates.get((1, c), 0) for c in contexts
+            ):
+                return width
+        return widths[-1] + 1 if len(widths) > 1 else 2
+
+    def facts(self) -> dict[str, Any]:
+        """For reports."""
+        return {**asdict(self), "chunk": self.chunk, "merge_from": self.merge_from}
+
+
+def find(model_dir: Path, device: Device) -> Profile | None:
+    """The profile beside the model, if it was made on this kind of device with this MLX."""
+    try:
+        data = json.loads((model_dir / NAME).read_text(encoding="utf-8"))
+        if data.pop("version") != VERSION:
+            return None
+        profile = Profile(**data)
+        if (profile.device, profile.mlx, profile.dtype) != (device.name, device.mlx, device.dtype):
+            return None
+        return profile if profile.chunk >= 0 and profile.merge_from > 0 else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # none, or one that another version wrote: the defaults hold
+
+
+def record(model_dir: Path, profile: Profile) -> Path:
+    """Write the profile beside the model, at once or not at all; returns where.
+
+    Raises `ModelError` when the directory cannot be written.
+    """
+    path = model_dir / NAME
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=model_dir, prefix=NAME, delete=False) as file:
+            json.dump({"version": VERSION, **asdict(profile)}, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ModelError(f"the profile cannot be written to {model_dir} ({error})") from error
+    return path

@@ -1,0 +1,82 @@
+"""Measured profiles: what they choose, where they count."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.calibrate import measure
+from engine.decode import Batch, Row
+from engine.device import Device
+from engine.errors import ModelError
+from engine.model import Model
+from engine.profile import NAME, Profile, find, record
+
+
+def profile_of(
+    device: Device, rates: dict[int, float], decode: dict[tuple[int, int], float]
+) -> Profile:
+    return Profile(
+        device.name,
+        device.mlx,
+        device.dtype,
+        [{"chunk": chunk, "context": 512, "rate": rate} for chunk, rate in rates.items()],
+        [{"width": w, "context": c, "rate": rate} for (w, c), rate in decode.items()],
+    )
+
+
+def test_the_smallest_chunk_that_is_as_fast_is_chosen(device: Device) -> None:
+    assert profile_of(device, {64: 80.0, 128: 98.0, 256: 100.0, 512: 99.0}, {}).chunk == 128
+    assert profile_of(device, {}, {}).chunk == 0
+
+
+def test_rows_are_merged_where_that_is_faster(device: Device) -> None:
+    decode = {
+        (1, 64): 10.0,
+        (2, 64): 9.0,
+        (4, 64): 20.0,
+        (1, 512): 8.0,
+        (2, 512): 9.0,
+        (4, 512): 15.0,
+    }
+    assert profile_of(device, {}, decode).merge_from == 4
+    slow = {(1, 64): 10.0, (2, 64): 9.0, (4, 64): 9.5}
+    assert profile_of(device, {}, slow).merge_from == 5
+    assert profile_of(device, {}, {}).merge_from == 2
+
+
+def test_a_profile_counts_only_where_it_was_measured(tmp_path: Path, device: Device) -> None:
+    assert find(tmp_path, device) is None
+    profile = profile_of(device, {64: 1.0}, {})
+    assert record(tmp_path, profile) == tmp_path / NAME
+    assert find(tmp_path, device) == profile
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert find(tmp_path, dataclasses.replace(device, mlx="0.0")) is None
+    assert find(tmp_path, dataclasses.replace(device, name="other")) is None
+    for damage in ("", "[]", "{}", json.dumps({"version": 1, "device": device.name})):
+        (tmp_path / NAME).write_text(damage)
+        assert find(tmp_path, device) is None
+
+
+def test_an_unwritable_directory_is_one_line(tmp_path: Path, device: Device) -> None:
+    with pytest.raises(ModelError, match="cannot be written"):
+        record(tmp_path / "missing", profile_of(device, {}, {}))
+
+
+def test_what_is_measured_is_what_is_used(small: Model, tmp_path: Path) -> None:
+    profile = measure(small, [32, 64], 128, [1, 2, 4], [32])
+    assert {point["chunk"] for point in profile.prefill} == {32, 64}
+    assert {point["width"] for point in profile.decode} == {1, 2, 4}
+    assert all(point["rate"] > 0 for point in profile.prefill + profile.decode)
+    record(tmp_path, dataclasses.replace(profile, decode=[]))
+    model = Model(tmp_path, small.model, small.config, small.device, b"0" * 16)
+    assert model.chunk == profile.chunk
+    model.merge_from = 3
+    batch = Batch(model, 3)
+    for seed in range(3):
+        batch.add(Row(model.fresh_cache(), [], [5 + seed]))
+        batch.step()
+    assert batch.facts["widths"] == {1: 3, 3: 1}
