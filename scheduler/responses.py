@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator
@@ -10,19 +9,18 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from fastapi.responses import JSONResponse
-from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from scheduler import events
 from scheduler.backend import Backend
+from scheduler.delivery import abandon, follow, wait
 from scheduler.faults import Fault, bad
 from scheduler.intake import accept
-from scheduler.lookup import Order, find_job, page
-from scheduler.record import LIVE, Job, JobError
+from scheduler.lookup import Order, find_job, input_items, page
+from scheduler.record import LIVE
 from scheduler.schema import ResponseRequest
-from scheduler.stream import COMMENT, EventStream, LogLost, frame, gone
-from scheduler.view import EventView, replayed, response_object
+from scheduler.stream import COMMENT, EventStream, frame
+from scheduler.view import response_object
 
 log = logging.getLogger("tandem.api")
 
@@ -44,10 +42,10 @@ def router(backend: Backend) -> APIRouter:
         accepted = await run_in_threadpool(accept, backend, body, idempotency_key)
         headers = {"x-request-id": accepted.id}
         if body.stream:
-            stop = None if body.background else (lambda: _abandon(backend, accepted.id))
+            stop = None if body.background else (lambda: abandon(backend, accepted.id))
             return EventStream(_frames(backend, accepted.id), on_gone=stop, headers=headers)
         if not body.background:
-            await _wait(backend, accepted.id, request)
+            await wait(backend, accepted.id, request)
         return JSONResponse(await _object(backend, accepted.id), headers=headers)
 
     @routes.get("")
@@ -113,7 +111,7 @@ def router(backend: Backend) -> APIRouter:
         after: str | None = None,
     ) -> dict[str, Any]:
         job = find_job(backend, response_id)
-        return page(job.request.get("input") or [], limit, order, after)
+        return page(input_items(backend, job), limit, order, after)
 
     return routes
 
@@ -129,77 +127,7 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
     return await run_in_threadpool(look)
 
 
-async def _wait(backend: Backend, response: str, request: Request) -> None:
-    """Return at the response's end; cancel it when the client goes away first."""
-
-    async def end() -> None:
-        async for _ in backend.hub.follow(response):
-            pass
-
-    ending = asyncio.create_task(end())
-    leaving = asyncio.create_task(gone(request.receive))
-    try:
-        await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            await _abandon(backend, response)
-        else:
-            ending.result()
-    except LogLost as error:
-        # It was accepted and may well be running: the client must not send it again by itself.
-        raise Fault(
-            503,
-            f"{response} was accepted, but its end cannot be seen ({error}): retrieve it later",
-            code="service_unavailable",
-            retry=False,
-        ) from error
-    finally:
-        for task in (ending, leaving):
-            task.cancel()
-        await asyncio.gather(ending, leaving, return_exceptions=True)
-
-
-async def _abandon(backend: Backend, response: str) -> None:
-    """Stop the work for a foreground request whose client has gone."""
-    log.info("the client of %s has gone: cancelling it", response)
-    with contextlib.suppress(JobError, RedisError):
-        await run_in_threadpool(backend.jobs.cancel, response)
-
-
 async def _frames(backend: Backend, response: str, after: int = -1) -> AsyncGenerator[bytes, None]:
-    """Server-sent events with numbers above `after`, to the response's end."""
-    job = await run_in_threadpool(find_job, backend, response)
-    view = EventView(job)
-    if not job.events:
-        for seq, data in enumerate(replayed(job)):
-            rendered = view.render(seq, data, job if events.is_terminal(data) else None)
-            if seq > after:
-                yield frame(rendered)
-        return
-    seq = -1
-    try:
-        async for event in backend.hub.follow(response):
-            if event is None:
-                yield COMMENT
-                continue
-            seq, ended = event.seq, None
-            if events.is_terminal(event.data):
-                ended = await _ended(backend, response)
-            rendered = view.render(seq, event.data, ended)
-            if seq > after:
-                yield frame(rendered)
-    except LogLost as error:
-        log.warning("the stream of %s ends early: %s", response, error)
-        message = f"the stream cannot go on ({error}): retrieve {response} to see how it ended"
-        yield frame(
-            {
-                "type": "error",
-                "sequence_number": seq + 1,
-                "code": "service_unavailable",
-                "message": message,
-                "param": None,
-            }
-        )
-
-
-async def _ended(backend: Backend, response: str) -> Job:
-    return await run_in_threadpool(find_job, backend, response)
+    async with contextlib.aclosing(follow(backend, response, after)) as events:
+        async for event in events:
+            yield COMMENT if event is None else frame(event)

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -20,12 +20,14 @@ if not re.fullmatch(r"[A-Za-z0-9_.:-]+", RQ_KEY_PREFIX):
     )
 
 
+_FOLDER = Path(__file__).parent / "lua"
+
+
 @functools.cache
 def source(name: str) -> str:
     """Text of script `name`, shared functions included."""
-    folder = resources.files("scheduler") / "lua"
     parts = ("lib.lua", "policy.lua", f"{name}.lua")
-    text = "".join((folder / part).read_text(encoding="utf-8") for part in parts)
+    text = "".join((_FOLDER / part).read_text(encoding="utf-8") for part in parts)
     return text.replace("@RQ@", RQ_KEY_PREFIX)
 
 

@@ -202,6 +202,7 @@ class Stack:
                 "model": "test-model",
                 "model_dir": str(make_model_dir(self.dir / "m", context=context)),
                 "redis": {"url": redis_url},
+                "jobs": {"abandon_seconds": 0},
                 **sections,
             }
         )

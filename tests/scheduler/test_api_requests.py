@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,26 @@ def test_a_client_that_leaves_stops_foreground_work(stack: Stack, stream: bool, 
             assert stack.workers.halfway.wait(10)
     eventually(lambda: jobs(stack).list(["cancelled"]), "the job goes on")
     assert httpx.get(f"{stack.url}/health").status_code == 200
+
+
+def test_the_same_request_goes_on_where_its_client_left(redis_url: str) -> None:
+    body = {"input": "Hi", "user": "ada"}
+    with Stack(redis_url, jobs={"abandon_seconds": 60}) as stack:
+        stack.workers.may_prefill.clear()
+        for _ in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{stack.url}/v1/responses", json=body, timeout=0.5)
+            eventually(
+                lambda: jobs(stack).client.zcard("tandem:abandoned"), "the API did not notice"
+            )
+        (job,) = jobs(stack).list(LIVE)
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(httpx.post, f"{stack.url}/v1/responses", json=body, timeout=30)
+            eventually(lambda: not jobs(stack).client.zcard("tandem:abandoned"), "not attached")
+            stack.workers.open()
+            answer = asked.result(30).json()
+        assert (answer["id"], answer["status"]) == (job.id, "completed")
+        assert len(jobs(stack).list()) == 1
 
 
 def test_a_client_that_leaves_does_not_stop_background_work(stack: Stack) -> None:
