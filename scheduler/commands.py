@@ -294,7 +294,7 @@ def _client(args: argparse.Namespace) -> Client:
 def _read(name: str) -> str:
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        # The newline that ends a text file is not part of what is asked: it would change the answer.
+        # A text file's last newline is not part of what is asked: it would change the answer.
         return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except OSError as error:
         raise ClientError(f"{name} cannot be read: {error.strerror or error}", 2) from error

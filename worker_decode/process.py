@@ -8,19 +8,19 @@ import os
 import secrets
 import socket
 import uuid
+from pathlib import Path
 
 from engine.device import prepare
 from engine.errors import ModelError
 from engine.model import load as load_model
 from engine.text import load_tokenizer
-from scheduler import data_dir
-from scheduler.config import Config, ConfigError, is_loopback, load
+from scheduler.config import Config, is_loopback
 from scheduler.decode_loop import DecodeLoop
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Presence
-from scheduler.record import JobError, JobNotFound
+from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
-from scheduler.supervisor import CONFIGURATION
+from scheduler.role import run_role
 from store.codec.header import CodecError
 from store.errors import StoreError
 from store.rpc import serve
@@ -36,23 +36,11 @@ log = logging.getLogger("tandem.decode")
 
 def main() -> int:
     """Run the worker; the exit status says whether a restart could help."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        config = load()
-        data_dir.prepare(config)
-        return run(config)
-    except (ConfigError, ModelError, CodecError) as error:
-        log.error("%s", error)
-        return CONFIGURATION  # starting again would end in the same way
-    except (StoreError, JobError, LinkError) as error:
-        log.error("%s", error)
-        return 1
+    return run_role(run, for_good=(ModelError, CodecError), for_now=(StoreError, LinkError))
 
 
-def run(config: Config) -> int:
+def run(config: Config, model_dir: Path) -> int:
     """Serve the decode queue of this node until a stop is asked for."""
-    if config.model_dir is None:
-        raise ConfigError("model_dir is not set: start this worker with `tandem worker decode`")
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
         store = Store.open(config.data_dir / "store", int(config.store.size_gb * 1e9))
@@ -72,8 +60,8 @@ def run(config: Config) -> int:
             facts={"model": config.model_name},
         )
         presence = stack.enter_context(Presence(config.redis_url, node))
-        model = load_model(config.model_dir, prepare())
-        tokenizer = load_tokenizer(config.model_dir)
+        model = load_model(model_dir, prepare())
+        tokenizer = load_tokenizer(model_dir)
         log.info("state: %s", model.layout.describe())
         memory = Memory(int(config.store.hot_gb * 1e9))
         inbox = Inbox(model.fingerprint, memory, config.link.deadline_seconds / 2)

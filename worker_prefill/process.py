@@ -6,18 +6,17 @@ import logging
 import os
 import socket
 import uuid
+from pathlib import Path
 
 from engine.device import prepare
 from engine.errors import ModelError
 from engine.model import load as load_model
-from scheduler import data_dir
-from scheduler.config import Config, ConfigError, load
+from scheduler.config import Config
 from scheduler.nodes import Node, Nodes, Presence
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.queue import prefill_queue
-from scheduler.record import JobError
 from scheduler.redis_client import connect
-from scheduler.supervisor import CONFIGURATION
+from scheduler.role import run_role
 from store.codec.header import CodecError
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
@@ -27,23 +26,11 @@ log = logging.getLogger("tandem.prefill")
 
 def main() -> int:
     """Run the worker; the exit status says whether a restart could help."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    try:
-        config = load()
-        data_dir.prepare(config)
-        return run(config)
-    except (ConfigError, ModelError, CodecError) as error:
-        log.error("%s", error)
-        return CONFIGURATION  # starting again would end in the same way
-    except JobError as error:
-        log.error("%s", error)
-        return 1
+    return run_role(run, for_good=(ModelError, CodecError))
 
 
-def run(config: Config) -> int:
+def run(config: Config, model_dir: Path) -> int:
     """Serve the prefill queue until a stop is asked for."""
-    if config.model_dir is None:
-        raise ConfigError("model_dir is not set: start this worker with `tandem worker prefill`")
     node = Node(
         role="prefill",
         name=config.node,
@@ -55,7 +42,7 @@ def run(config: Config) -> int:
         facts={"model": config.model_name},
     )
     with Presence(config.redis_url, node) as presence:
-        model = load_model(config.model_dir, prepare())
+        model = load_model(model_dir, prepare())
         log.info("state: %s", model.layout.describe())
         links = Links(Nodes(connect(config.redis_url)), config.link, config.node)
         engine = Engine(model, links, config.prefill.chunk)
