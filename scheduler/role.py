@@ -25,6 +25,8 @@ def run_role(
     Errors of `for_good`, and a wrong configuration, end with the status that tells the supervisor
     not to try again; those of `for_now` with 1. Each is one line in the log.
     """
+    permanent: tuple[type[Exception], ...] = (ConfigError, *for_good)
+    passing: tuple[type[Exception], ...] = (JobError, *for_now)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     try:
         config = load()
@@ -32,9 +34,9 @@ def run_role(
         if config.model_dir is None:
             raise ConfigError("model_dir is not set: start this worker with `tandem worker ROLE`")
         return run(config, config.model_dir)
-    except (ConfigError, *for_good) as error:
+    except permanent as error:
         log.error("%s", error)
         return CONFIGURATION
-    except (JobError, *for_now) as error:
+    except passing as error:
         log.error("%s", error)
         return 1
