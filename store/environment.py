@@ -270,6 +270,10 @@ def _open_lmdb(path: Path, size_bytes: int, exists: bool) -> Any:
     if env.lib_version()[0] != 0:
         env.close()
         raise StoreError(f"{path} was made by another LMDB engine than 0.9: use its own version")
+    need = (int(env.info()["last_pgno"]) + 1) * int(env.stat()["psize"])
+    if exists and (path / "data.mdb").stat().st_size < need:
+        env.close()  # reading past the end of the file would end the process with SIGBUS
+        raise StoreError(f"{path / 'data.mdb'} is cut short, {need} bytes expected: restore it")
     env.reader_check()
     return env
 

@@ -103,3 +103,13 @@ def test_a_failed_transaction_changes_nothing(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(StoreError, match="closed"):
         store.get_turn("resp_a")
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", 64 << 20)
+    store.put_turn(make_turn(range(50_000), [1], conversation="conv_a"))
+    store.close()
+    path = tmp_path / "store" / "data.mdb"
+    os.truncate(path, path.stat().st_size - 16384)
+    with pytest.raises(StoreError, match="cut short"):
+        Store.open(tmp_path / "store", 64 << 20)
