@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,24 @@ class Model:
         return caches
 
     def forward(
-        self, ids: mx.array, caches: Caches, rope_deltas: Sequence[int], *, logits: bool = True
+        self,
+        ids: mx.array,
+        caches: Caches,
+        rope_deltas: Sequence[int],
+        *,
+        logits: bool = True,
+        arguments: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `ids` (rows, tokens; int32) through the model, growing `caches`; all is lazy.
 
         `rope_deltas` has one offset per row. Returns the logits (rows, tokens, vocabulary), or
-        something meaningless with `logits=False`.
+        something meaningless with `logits=False`. `arguments` go to the language model (embeddings
+        with images among them, for instance).
         """
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = dict(arguments or {})
         if self.mrope:
+            # A prompt's positions stay on the module and would be taken for the next prompt's.
+            self.lm._position_ids = None
             extra["rope_deltas"] = mx.array(list(rope_deltas), dtype=mx.int32)[:, None]
         if not logits and self._skip_logits:
             extra["skip_logits"] = True

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from engine.errors import ModelError
+from engine.images import Embedded
 from engine.memory import fit_chunk
 from engine.model import Caches, Model, evaluate
 
@@ -62,7 +63,8 @@ class Prefill:
 
     `caches` hold the first `start` tokens (a fresh list when start is 0). After each `step` the
     caches hold exactly `position` tokens and are evaluated, so that stopping there (to cancel, to
-    preempt) needs nothing else. `lengths` may give the forwards' lengths instead of the chunk.
+    preempt) needs nothing else. `lengths` may give the forwards' lengths instead of the chunk,
+    `embedded` the embeddings of a prompt with images; `rope_delta` is then the one after it.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Prefill:
         *,
         rope_delta: int = 0,
         lengths: Sequence[int] | None = None,
+        embedded: Embedded | None = None,
     ) -> None:
         """Raises `ModelError` for an empty prompt, foreign token ids or one beyond the context."""
         if not ids:
@@ -92,7 +95,8 @@ class Prefill:
         self.ids = list(ids)
         self.caches: Caches = model.fresh_cache() if caches is None else caches
         self.position = start
-        self.rope_delta = rope_delta
+        self.rope_delta = rope_delta if embedded is None else embedded.rope_delta
+        self._embedded = embedded
         self.schedule: list[int] = []
         self._left = (
             list(lengths) if lengths is not None else plan(start, stop, chunk or model.chunk)
@@ -126,7 +130,12 @@ class Prefill:
                 self.replan(size)
         length = self._left.pop()
         tokens = mx.array([self.ids[start : start + length]], dtype=mx.int32)
-        self.model.forward(tokens, self.caches, [self.rope_delta], logits=False)
+        arguments = None
+        if self._embedded is not None:
+            arguments = self._embedded.arguments(start, start + length)
+        self.model.forward(
+            tokens, self.caches, [self.rope_delta], logits=False, arguments=arguments
+        )
         evaluate(self.caches)
         self.position = start + length
         self.schedule.append(length)

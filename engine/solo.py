@@ -21,6 +21,7 @@ if __name__ == "__main__":
     prepare()  # before the imports below bring MLX in
 
 from engine.decode import Batch, Row
+from engine.images import Embedded
 from engine.model import Caches, Model, load
 from engine.prefill import Prefill, expand_schedule, plan
 from engine.sampling import SamplingParams
@@ -49,11 +50,13 @@ def answer(
     tokenizer: Any = None,
     rope_delta: int = 0,
     prefix: int = 0,
+    embedded: Embedded | None = None,
 ) -> Answer:
     """Answer `ids` by forwards of exactly the lengths in `schedule`, then one-token steps.
 
     The lengths must cover all tokens but the last. An empty schedule means the default plan;
     `prefix` is then the number of leading tokens of earlier turns whose plan stands by itself.
+    `embedded` are the embeddings of all `ids` where there are images among them.
     Raises `ModelError` for bad ids or parameters, `ValueError` for a schedule that does not fit.
     """
     params = params or SamplingParams()
@@ -61,7 +64,7 @@ def answer(
     if not lengths:
         chunk = model.chunk
         lengths = plan(0, prefix, chunk) + plan(prefix, len(ids) - 1, chunk)
-    prefill = Prefill(model, ids, rope_delta=rope_delta, lengths=lengths)
+    prefill = Prefill(model, ids, rope_delta=rope_delta, lengths=lengths, embedded=embedded)
     prefill.run()
     text = TextStream(tokenizer, params.stop) if tokenizer is not None else None
     batch = Batch(model, 1)
@@ -72,7 +75,7 @@ def answer(
             pending=[ids[-1]],
             params=params,
             schedule=prefill.schedule,
-            rope_delta=rope_delta,
+            rope_delta=prefill.rope_delta,
             text=text,
         )
     )
