@@ -156,9 +156,8 @@ def test_an_image_prompt_is_handed_over_and_resumed(name: str, tmp_path: Path) -
             if event.finish:
                 ends[event.uid] = event
     alone = build(name)
-    first = answer(
-        alone, ids, plan(0, len(ids) - 1, 40), PARAMS, embedded=embed(alone, ids, media(1))
-    )
+    known = embed(alone, ids, media(1))
+    first = answer(alone, ids, plan(0, len(ids) - 1, 40), PARAMS, embedded=known)
     assert tokens[uid] == first.tokens
     # The same module, which has just seen an image, must not carry its positions over.
     assert tokens[other] == answer(alone, text, (), PARAMS).tokens
