@@ -124,6 +124,9 @@ class JobsConfig(_Section):
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         10_000, description="jobs that may wait in one queue; more are refused with 429"
     )
+    max_wait_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        0.0, description="interactive jobs with a longer predicted wait get 429; 0: never"
+    )
     horizon_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
         380.0, description="after about this long a normal job goes before all others"
     )

@@ -56,6 +56,14 @@ class DecodeEngine(Protocol):
         ...
 
 
+class Budgeted(Protocol):
+    """An engine that says how much received state it keeps may have this as well."""
+
+    def budget(self) -> tuple[int, int, float]:
+        """Bytes it keeps in all, bytes of an empty state, bytes per token. Any thread."""
+        ...
+
+
 class DecodeLoop(LoopWorker):
     """Takes jobs from the queue of this decode node, as many as the engine has room for."""
 
@@ -64,6 +72,7 @@ class DecodeLoop(LoopWorker):
     def __init__(self, url: str, engine: DecodeEngine, **options: Any) -> None:
         super().__init__(url, decode_queue(options.get("node", "local")), **options)
         self._engine = engine
+        self._node = str(options.get("node", "local"))
         self._outbox = Outbox(connect(url, patience=0))
         self._rows: list[Execution] = []
         self._inbox: deque[Execution] = deque()
@@ -98,6 +107,11 @@ class DecodeLoop(LoopWorker):
             self._outbox.close(max(2.0, self.settings.lease_seconds / 2))
         self._closers.shutdown(wait=True)
         self._engine.drain()
+
+    def also_renew(self, runs: Runs) -> None:
+        """Tell how much state may be on its way here: prefills are begun only for that."""
+        if budget := getattr(self._engine, "budget", None):
+            runs.publish_budget(self._node, *budget())
 
     # --- rows --------------------------------------------------------------------------------
 

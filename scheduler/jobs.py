@@ -15,12 +15,13 @@ from redis.exceptions import OutOfMemoryError
 
 from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
-from scheduler.queue import first_queue
+from scheduler.queue import PREFILL, first_queue
 from scheduler.record import (
     RESPONSE_ID,
     STATUSES,
     Accepted,
     ConversationBusy,
+    Forecast,
     IdempotencyConflict,
     Job,
     JobError,
@@ -36,6 +37,9 @@ from scheduler.serializer import pack
 
 #: What is told last about a cancelled job; OpenAI's clients know no event of that name.
 CANCELLED_EVENT = {"type": "response.incomplete", "status": "cancelled", "reason": "cancelled"}
+
+#: Waiting jobs that a forecast looks at.
+_FORECAST = 1000
 
 
 class Jobs:
@@ -66,6 +70,7 @@ class Jobs:
                 f"held_tokens={new.held_tokens} does not fit a prompt of {tokens} tokens"
             )
         queue = first_queue(new.stage, new.node)
+        self._refuse_long_wait(new, tokens, queue)
         fields: dict[str, Any] = {
             "stage": new.stage,
             "queue": queue,
@@ -120,6 +125,21 @@ class Jobs:
                 return Accepted(detail.decode(), True)
             case outcome:
                 return Accepted(new.id, outcome == "duplicate")
+
+    def _refuse_long_wait(self, new: NewJob, tokens: int, queue: str) -> None:
+        """Interactive jobs are refused rather than left waiting; others are always accepted."""
+        limit = self.settings.max_wait_seconds
+        if not limit or new.priority != "interactive" or new.background:
+            return
+        wait = self.predicted_wait(
+            tokens - new.held_tokens, owner=new.owner, priority=new.priority, queue=queue
+        )
+        if wait > limit and not self.client.exists(f"tandem:job:{new.id}"):
+            raise QueueFull(
+                f"the predicted wait is {wait:.0f} s and {limit:g} s are allowed: "
+                "try again later, or send it with background=true",
+                retry_after=wait - limit,
+            )
 
     def get(self, resp: str, *, prompt: bool = False) -> Job:
         """The present record, with the prompt's token ids on request. Raises JobNotFound."""
@@ -189,13 +209,40 @@ class Jobs:
         return dict(zip(STATUSES, pipe.execute(), strict=True))
 
     def position(self, resp: str) -> int | None:
-        """How many jobs are before this one in its queue; None where it does not wait."""
+        """How many jobs would go before this one now; None where it does not wait."""
+        found = self.forecast_of(resp)
+        return found.place if found else None
+
+    def forecast_of(self, resp: str) -> Forecast | None:
+        """Place and predicted start of one job; None where it does not wait."""
         job = self.get(resp)
         if job.ended or job.run:
             return None
-        entry = shadow.shadow_id(resp, job.stage)
-        found = self.client.lpos(f"{shadow.PREFIX}:queue:{job.queue}", entry)
-        return None if found is None else int(cast(int, found))
+        return self.forecast(job.queue).get(resp)
+
+    def forecast(self, queue: str = PREFILL) -> dict[str, Forecast]:
+        """Place and predicted start of what waits in a queue (of the smallest 1,000 there)."""
+        flat = self._forecast(queue)[1]
+        return {
+            resp.decode(): Forecast(place, float(start))
+            for place, (resp, start) in enumerate(zip(flat[::2], flat[1::2], strict=True))
+        }
+
+    def predicted_wait(
+        self, tokens: int, *, owner: str = "", priority: str = "normal", queue: str = PREFILL
+    ) -> float:
+        """Seconds until a job of `tokens` new tokens would begin if it came now."""
+        asked = {"tokens": max(1, tokens), "owner": owner, "priority": priority}
+        return float(self._forecast(queue, **asked)[0])
+
+    def _forecast(self, queue: str, **asked: Any) -> Any:
+        args = {
+            "queue": queue,
+            "limit": _FORECAST,
+            "policy": policy.arguments(self.settings),
+            **asked,
+        }
+        return scripts.call(self.client, "forecast", args)
 
     def wait(self, resp: str, timeout: float) -> Job:
         """The job once it has ended. Raises TimeoutError after `timeout` s, and JobNotFound."""

@@ -134,6 +134,17 @@ class Reclaimer:
             report[scripts.call(self._client, "restore", args).decode()] += 1
         return report
 
+    def release_promises(self) -> Report:
+        """Free memory promised for jobs that neither run nor wait to be decoded."""
+        report: Report = Counter()
+        for name in self._client.scan_iter("tandem:promised:*", count=500):
+            for member in cast("list[bytes]", self._client.zrange(name, 0, -1)):
+                key = f"tandem:job:{member.decode()}"
+                run, stage = cast("list[bytes | None]", self._client.hmget(key, "run", "stage"))
+                if not run and stage != b"decode":
+                    report["released"] += int(self._client.zrem(name, member))
+        return report
+
     def outage(self) -> None:
         """Tell that Redis was away: leases get one full length of grace."""
         self._steady_since = time.monotonic()

@@ -62,7 +62,11 @@ class IdempotencyConflict(JobError):
 
 
 class QueueFull(JobError):
-    """As many jobs wait as the configuration allows."""
+    """As much waits as the configuration allows. `retry_after`: seconds, a guess."""
+
+    def __init__(self, message: str, retry_after: float = 10.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 def response_id(owner: str = "", key: str | None = None) -> str:
@@ -132,6 +136,17 @@ class Accepted:
 
     id: str
     duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Where a waiting job stands now: `place` 0 is next; `start`: seconds until it begins.
+
+    A guess at the present order and rate; jobs that come later may go before.
+    """
+
+    place: int
+    start: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,18 @@ class Runs:
         answers = scripts.call(self.client, "renew", args)
         return [answer.decode() for answer in answers]
 
+    def publish_budget(self, node: str, limit: int, fixed: int, per_token: float) -> None:
+        """Say how many bytes of state decode node `node` keeps for jobs that wait for it.
+
+        A state of n tokens takes `fixed` + `per_token` * n. Holds for two leases.
+        """
+        key = f"tandem:budget:{node}"
+        values: dict[str, float] = {"limit": limit, "fixed": fixed, "per_token": per_token}
+        pipe = self.client.pipeline(transaction=True)
+        pipe.hset(key, mapping=values)  # type: ignore[arg-type]  # numbers are values to Redis
+        pipe.expire(key, self.settings.lease_seconds * 2)
+        pipe.execute()
+
     def handing_off(self, job: Job, prefilled: int = -1, begun_at: int = 0) -> Outcome:
         """The prefill is computed, from token `begun_at` to `prefilled`; its state is under way."""
         args = {"id": job.id, "run": job.run, "prefilled": prefilled, "begun_at": begun_at}

@@ -241,6 +241,7 @@ class LoopWorker(BaseWorker):
         self._state = WorkerStatus.BUSY if held else WorkerStatus.IDLE
         fields = {k: v for k, v in self.serialize().items() if v is not None}
         entries = [(e.job.id, e.id, e.prefilled) for e in held]
+        self.also_renew(runs)
         answers = runs.renew(self.queue, self.name, {**fields, "state": self._state}, entries)
         for execution, answer in zip(held, answers, strict=True):
             if answer == "lost" and execution.id in self._held:
@@ -299,6 +300,9 @@ class LoopWorker(BaseWorker):
                 execution.mark_cancelled()
                 self.cancel_arrived()
 
+    def also_renew(self, runs: Runs) -> None:
+        """What else a subclass has to say with every heartbeat; may raise what Redis raises."""
+
     def cancel_arrived(self) -> None:
         """A held job was cancelled; subclasses wake what waits."""
 
@@ -311,6 +315,7 @@ class LoopWorker(BaseWorker):
                 reclaimer.expired()
                 if time.monotonic() - reconciled > _RECONCILE_EVERY:
                     reclaimer.reconcile()
+                    reclaimer.release_promises()
                     reconciled = time.monotonic()
             except AWAY:
                 reclaimer.outage()

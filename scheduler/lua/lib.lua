@@ -39,6 +39,13 @@ end
 
 local index, unindex  -- defined by the policy
 
+-- Memory promised at a decode node for the state of a job is free again.
+local function unpromise(id)
+  if redis.call('ZREM', 'tandem:promised:' .. (redis.call('HGET', record(id), 'node') or ''), id) == 1 then
+    wake('prefill')
+  end
+end
+
 -- Put the RQ job of a stage into its queue. `fields`: flat list, made by RQ's own Job.to_dict().
 local function enqueue(id, stage, queue, fields, front)
   local jid = shadow_id(id, stage)
@@ -93,6 +100,7 @@ local function finish(id, status, events, fields)
   end
   redis.call('ZREM', 'tandem:leases', id)
   redis.call('ZREM', 'tandem:abandoned', id)
+  unpromise(id)
   for _, name in ipairs({key, 'tandem:events:' .. id, 'tandem:prompt:' .. id}) do
     redis.call('EXPIRE', name, args.keep)
   end

@@ -23,7 +23,8 @@ end
 -- What the rule needs to know of a job, for a worker that keeps its own parked prefixes.
 local function facts(id, holder)
   local f = redis.call('HMGET', record(id), 'created_at', 'deadline', 'owner', 'priority',
-                       'prompt_tokens', 'held_tokens', 'parked_by', 'parked_tokens', 'handoff')
+                       'prompt_tokens', 'held_tokens', 'parked_by', 'parked_tokens', 'handoff',
+                       'node')
   if not f[1] then return nil end
   local held = tonumber(f[6] or '0')
   if f[7] and (holder == nil or f[7] == holder) then held = math.max(held, tonumber(f[8])) end
@@ -31,6 +32,7 @@ local function facts(id, holder)
     id = id, created = tonumber(f[1]), deadline = tonumber(f[2] or ''), owner = f[3] or '',
     weight = POLICY.weights[f[4] or 'normal'] or 1,
     tokens = f[9] and 1 or math.max(1, tonumber(f[5]) - held),
+    prompt = tonumber(f[5]), node = f[10] or '',
   }
 end
 
@@ -43,15 +45,41 @@ local function weigh(job, owner_weight, now, per_second)
   return s * weight * (1 - x * x)
 end
 
+-- Backpressure. A decode node says how much received state it can keep; a prefill for it is begun
+-- only when its state fits beside what is promised to others, or nothing is promised at all.
+local function room(queue)
+  if queue ~= 'prefill' then return function() return true end end
+  local nodes = {}
+  return function(job)
+    local node = nodes[job.node]
+    if node == nil then
+      local budget = redis.call('HMGET', 'tandem:budget:' .. job.node, 'limit', 'fixed', 'per_token')
+      node = false
+      if budget[1] then
+        node = {limit = tonumber(budget[1]), fixed = tonumber(budget[2]), per_token = tonumber(budget[3]), held = 0}
+        local held = redis.call('ZRANGE', 'tandem:promised:' .. job.node, 0, -1, 'WITHSCORES')
+        for i = 2, #held, 2 do node.held = node.held + tonumber(held[i]) end
+      end
+      nodes[job.node] = node
+    end
+    if not node then return true, 0 end
+    local need = node.fixed + node.per_token * job.prompt
+    return node.held == 0 or node.held + need <= node.limit, need
+  end
+end
+
 -- The best waiting job of `queue` for `holder` and its key, or nil. Candidates: the smallest, the
 -- first to be due, and each owner's smallest; among many others the best one is found so.
 local function best(queue, holder, now, weights)
-  local seen, found, least, per_second = {}, nil, nil, rate(queue)
+  local seen, found, least, per_second, fits = {}, nil, nil, rate(queue), room(queue)
   local function try(ids)
     for _, id in ipairs(ids) do
       local job = not seen[id] and facts(id, holder)
       seen[id] = true
-      if job then
+      local may, need = false, 0
+      if job then may, need = fits(job) end
+      if may then
+        job.need = need or 0
         local key = weigh(job, weights[job.owner] or 1, now, per_second)
         if not least or key < least then found, least = job, key end
       end

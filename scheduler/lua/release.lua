@@ -25,6 +25,7 @@ if ((args.mode == 'expired' or args.mode == 'dead') and tonumber(attempts) >= ar
   return 'failed'
 end
 redis.call('HSET', key, 'run', '', 'worker', '', 'holder', '')
+unpromise(args.id)
 if args.mode == 'back' then redis.call('HINCRBY', key, 'attempts', -1) end
 if args.mode == 'back' and args.parked > 0 then
   redis.call('HSET', key, 'parked_by', args.holder, 'parked_tokens', args.parked)

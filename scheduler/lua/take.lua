@@ -25,9 +25,11 @@ while not id do
   stage, status = takeable(job.id)
   if stage and redis.call('LREM', list, 1, shadow_id(job.id, stage)) == 1 then
     id, jid = job.id, shadow_id(job.id, stage)
+    if job.need > 0 then redis.call('ZADD', 'tandem:promised:' .. job.node, job.need, id) end
     charge(args.queue, job.owner, job.tokens, NOW)
   end
 end
+if not id and redis.call('EXISTS', 'tandem:size:' .. args.queue) == 1 then return nil end
 while not id do
   -- Nothing of ours is indexed: what is listed all the same was pushed by somebody else.
   jid = redis.call('LPOP', list)
@@ -45,6 +47,7 @@ while not id do
 end
 
 local key = record(id)
+if stage == 'decode' then unpromise(id) end
 local alone = stage == 'decode' and redis.call('HEXISTS', key, 'handoff') == 0
 redis.call('HSET', key, 'run', args.run, 'worker', args.worker, 'holder', args.holder)
 redis.call('HINCRBY', key, 'attempts', 1)

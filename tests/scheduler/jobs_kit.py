@@ -98,8 +98,8 @@ def assert_idle(client: redis.Redis) -> None:
     left = {
         key: kind
         for pattern in (
-            "tandem:leases", "tandem:turn:*", "tandem:size:*", "tandem:due:*", "tandem:own*",
-            "rq:wip:*", "rq:queue:*",
+            "tandem:leases", "tandem:promised:*", "tandem:abandoned", "tandem:turn:*",
+            "tandem:size:*", "tandem:due:*", "tandem:own*", "rq:wip:*", "rq:queue:*",
             "rq:execution:*", "rq:executions:*", "rq:worker:*:executions",
         )
         for key in client.scan_iter(pattern, count=1000)
