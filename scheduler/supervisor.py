@@ -160,12 +160,14 @@ class Supervisor:
                 if not self._wait(group, _INSISTING):
                     self._signal(group, signal.SIGKILL)
                     self._wait(group, _INSISTING)
-        if self._handlers and threading.current_thread() is threading.main_thread():
+        for descriptor in (self._life_read, self._life_write):
+            os.close(descriptor)
+        if self._handlers:
+            if threading.current_thread() is not threading.main_thread():
+                return  # signals still write to the socket
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-        for descriptor in (self._life_read, self._life_write):
-            os.close(descriptor)
         self._wake_read.close()
         self._wake_write.close()
 
