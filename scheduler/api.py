@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from scheduler import conversations, faults, lifeline, models, responses
+from scheduler import chat, conversations, faults, lifeline, models, responses
 from scheduler.backend import Backend
 from scheduler.config import Config, ConfigError, is_loopback
 from scheduler.dashboard import Dashboard
@@ -61,7 +61,7 @@ def create_app(config: Config) -> FastAPI:
     app.add_exception_handler(HTTPException, faults.on_http)
     app.add_exception_handler(RedisError, _on_redis)
     app.add_exception_handler(Exception, faults.on_crash)
-    for room in (responses, conversations, models):
+    for room in (responses, conversations, chat, models):
         app.include_router(room.router(backend))
     _add_health(app, backend)
     app.mount("/rq", Dashboard(config.redis_url, backend.redis))

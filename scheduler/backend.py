@@ -18,6 +18,7 @@ from scheduler.nodes import Node, Nodes
 from scheduler.record import Job
 from scheduler.redis_client import AWAY, connect, connect_async
 from scheduler.stream import EventHub
+from scheduler.threads import Threads
 from scheduler.tokenizer import Tokenizer
 from store.errors import StoreError, StoreUnavailable
 from store.rpc import StoreClient
@@ -40,6 +41,8 @@ class Backend:
         self.redis = connect(config.redis_url, patience=PATIENCE)
         self.jobs = Jobs(self.redis, config.jobs)
         self.nodes = Nodes(self.redis)
+        days = config.jobs.result_days
+        self.threads = Threads(self.redis, config.model_name, days * 86_400)
         self.async_redis = connect_async(config.redis_url, patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
         self.started = int(time.time())
@@ -109,7 +112,8 @@ class Backend:
         pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
         pipe.zrem(f"tandem:jobs:{job.status}", job.id)
         pipe.execute()
-        if not job.conversation or not job.request.get("new_conversation"):
+        about = (job.request.get("params") or {}).get("about") or {}
+        if not job.conversation or not about.get("new_conversation"):
             return
         with self.store() as store:
             record = store.get_conversation(job.conversation)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from scheduler.backend import Backend
-from scheduler.faults import Fault, bad, missing
-from scheduler.items import split
-from scheduler.prompt import Parent, Prompt, build, is_empty, text_of
+from scheduler.faults import Fault, bad
+from scheduler.lineage import Lineage, find_lineage
+from scheduler.prompt import Prompt, build, is_empty, text_of
 from scheduler.record import (
     Accepted,
     ConversationBusy,
@@ -26,22 +27,11 @@ from scheduler.record import (
 )
 from scheduler.schema import ResponseRequest, items_of, media_at
 from scheduler.tokenizer import TemplateError
-from store.turns import Turn
 
 _PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _TRIES = 3
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """What a turn continues: nothing, a conversation's first items, or another turn."""
-
-    conversation: str
-    previous: str | None = None
-    parent: Parent | None = None
-    seed: Sequence[dict[str, Any]] = field(default=())
-    new: bool = False
+EMPTY = "the prompt is empty: give at least one message with text"
 
 
 def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> Accepted:
@@ -58,14 +48,16 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
         return known
     items = items_of(body.input)
     if is_empty(items):
-        raise bad("the prompt is empty: give at least one message with text", "input")
+        raise bad(EMPTY, "input")
     for _ in range(_TRIES):
-        lineage = find_lineage(backend, body)
-        prompt = _prompt(backend, body, items, lineage)
-        fields = _job(backend, body, items, lineage, prompt, model)
+        lineage = find_lineage(backend, body, items)
+        prompt = prompt_of(backend, body, lineage)
+        fields = _job(backend, body, lineage, prompt, model)
         job = NewJob(id=response_id(owner, key), owner=owner, digest=digest, **fields)
         accepted = _submit(backend, job)
         if accepted.duplicate or not job.lock or _still_head(backend, lineage):
+            if not accepted.duplicate and body.store is not False:
+                _enter(backend, accepted.id, body, lineage)
             return accepted
         # A turn ended between our look at the conversation and our lock on it.
         backend.jobs.cancel(accepted.id)
@@ -79,82 +71,26 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
     )
 
 
-def find_lineage(backend: Backend, body: ResponseRequest) -> Lineage:
-    """What the request continues, from the store. Raises Fault 404, 409 or 400."""
-    conversation = body.conversation_id
-    if conversation is not None and body.previous_response_id is not None:
-        raise bad(
-            "give either conversation or previous_response_id, not both", "previous_response_id"
-        )
-    if body.previous_response_id is not None:
-        return _after_response(backend, body.previous_response_id)
-    if conversation is None:
-        return Lineage(f"conv_{uuid.uuid4().hex}", new=True)
-    with backend.store() as store:
-        record = store.get_conversation(conversation) if is_id(conversation) else None
-    if record is None:
-        raise missing("Conversation", conversation[:80], "conversation")
-    if record["head"] is None:
-        return Lineage(conversation, seed=record["items"])
-    return _after_turn(backend, record["head"], record["items"])
+def count_tokens(backend: Backend, body: ResponseRequest) -> int:
+    """Tokens that the prompt of this request would have. Raises Fault as `accept` does."""
+    _refuse_unsupported(body, backend.model(body.model))
+    items = items_of(body.input)
+    if is_empty(items):
+        raise bad(EMPTY, "input")
+    return len(prompt_of(backend, body, find_lineage(backend, body, items)).ids)
 
 
-def _after_response(backend: Backend, response: str) -> Lineage:
-    param = "previous_response_id"
-    if not is_id(response) or backend.deleted(response):
-        raise missing("Response", response[:80], param)
-    with backend.store() as store:
-        turn = store.get_turn(response)
-    if turn is not None:
-        return _after_turn(backend, response)
-    try:
-        job = backend.jobs.get(response)
-    except JobNotFound:
-        raise missing("Response", response[:80], param) from None
-    if not job.ended:
-        raise Fault(
-            409,
-            f"{response} is still {job.status}: wait for its end, then continue it",
-            code="response_in_progress",
-            param=param,
-        )
-    if job.status in ("failed", "cancelled"):
-        raise bad(f"{response} was {job.status} and has no answer to continue", param)
-    raise missing("Response", response[:80], param)
+def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Lineage) -> None:
+    parent = lineage.parent
+    past = [*parent.items, *parent.answer] if parent else [*lineage.seed]
+    # The job is accepted: that it may not be found again by its text is no reason to refuse it.
+    with contextlib.suppress(RedisError):
+        backend.threads.enter(response, [*past, *lineage.items], body.instructions)
 
 
-def _after_turn(
-    backend: Backend, turn_id: str, seed: Sequence[dict[str, Any]] | None = None
-) -> Lineage:
-    with backend.store() as store:
-        path: list[Turn] = store.path_of(turn_id)
-        if seed is None:
-            first = store.get_conversation(path[0].conversation)
-            seed = first["items"] if first else ()
-    last = path[-1]
-    inputs, outputs = split(last.id, last.items)
-    before = [item for turn in path[:-1] for item in turn.items]
-    ids: list[int] = []
-    for turn in path:
-        ids = [*([] if turn.rebased else ids), *turn.prompt_ids, *turn.output_ids]
-    parent = Parent(
-        items=[*seed, *before, *inputs],
-        answer=outputs,
-        ids=ids,
-        generated=len(last.output_ids),
-        instructions=last.params.get("instructions"),
-    )
-    return Lineage(last.conversation, last.id, parent)
-
-
-def is_id(name: str) -> bool:
-    """Whether `name` could be an id at all."""
-    return _ID.fullmatch(name) is not None
-
-
-def _prompt(
-    backend: Backend, body: ResponseRequest, items: list[dict[str, Any]], lineage: Lineage
-) -> Prompt:
+def prompt_of(backend: Backend, body: ResponseRequest, lineage: Lineage) -> Prompt:
+    """The prompt of a turn. Raises Fault 400 where it does not fit or the template refuses it."""
+    items = lineage.items
     tokenizer = backend.tokenizer
     limit = tokenizer.context_length
     own = sum(len(text_of(item.get("content") or item.get("output") or "")) for item in items)
@@ -186,7 +122,6 @@ def _too_long(tokens: str, limit: int) -> Fault:
 def _job(
     backend: Backend,
     body: ResponseRequest,
-    items: list[dict[str, Any]],
     lineage: Lineage,
     prompt: Prompt,
     model: str,
@@ -210,17 +145,21 @@ def _job(
         "min_p": body.min_p or 0.0,
         "seed": seed % (1 << 63),
         "stop": body.stop or [],
+        # Beside the sampling, so that it is stored with the turn.
+        "about": {
+            "metadata": body.metadata or {},
+            "by_response": body.previous_response_id is not None,
+            "new_conversation": lineage.new,
+            "stateless": lineage.stateless,
+        },
     }
     return {
         "model": model,
         "request": {
-            "input": items,
+            "input": list(lineage.items),
             "instructions": body.instructions,
             "params": params,
-            "metadata": body.metadata or {},
             "store": body.store is not False,
-            "by_response": body.previous_response_id is not None,
-            "new_conversation": lineage.new,
             "prompt": {"rebased": prompt.rebased, "shared": prompt.shared},
         },
         "prompt_ids": prompt.ids,
@@ -233,6 +172,22 @@ def _job(
         "background": bool(body.background),
         "priority": _PRIORITIES.get(body.service_tier or "", "normal"),
     }
+
+
+def _held(backend: Backend, lineage: Lineage, prompt: Prompt) -> int:
+    """How many tokens of the prompt a state is expected to cover."""
+    if lineage.parent is None or lineage.previous is None:
+        return 0
+    most = len(prompt.ids) - 1
+    # A state ends before its pending token, and is of use only if nothing of it has changed.
+    state = len(lineage.parent.ids) - 1
+    if prompt.shared >= state:
+        return min(state, most)
+    with backend.store() as store:
+        nearest = store.find_state(lineage.previous, nearest=True)
+    if nearest is None or nearest["tokens"] > min(prompt.shared, most):
+        return 0
+    return int(nearest["tokens"])
 
 
 def _submit(backend: Backend, job: NewJob) -> Accepted:

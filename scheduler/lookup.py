@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from scheduler.backend import Backend
 from scheduler.faults import bad, missing
-from scheduler.intake import is_id
 from scheduler.items import split
+from scheduler.lineage import is_id
 from scheduler.record import Job, JobNotFound, Status
 from store.turns import Turn
 
@@ -67,6 +67,16 @@ def job_of(turn: Turn) -> Job:
         reason=turn.finish if status == "incomplete" else "",
         path={},
     )
+
+
+def input_items(backend: Backend, job: Job) -> list[dict[str, Any]]:
+    """What a request sent: its own items, after those that it repeated of earlier turns."""
+    own = list(job.request.get("input") or [])
+    about = (job.request.get("params") or {}).get("about") or {}
+    if job.previous is None or not about.get("stateless"):
+        return own
+    with backend.store() as store:
+        return [item for turn in store.path_of(job.previous) for item in turn.items] + own
 
 
 def conversation_items(backend: Backend, conversation: str) -> list[dict[str, Any]]:

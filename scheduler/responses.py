@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, Literal
 
@@ -15,14 +14,12 @@ from starlette.responses import Response
 from scheduler.backend import Backend
 from scheduler.delivery import abandon, follow, wait
 from scheduler.faults import Fault, bad
-from scheduler.intake import accept
+from scheduler.intake import accept, count_tokens
 from scheduler.lookup import Order, find_job, input_items, page
 from scheduler.record import LIVE
 from scheduler.schema import ResponseRequest
 from scheduler.stream import COMMENT, EventStream, frame
 from scheduler.view import response_object
-
-log = logging.getLogger("tandem.api")
 
 ResponseId = Annotated[str, Path(max_length=256)]
 CANCEL_WAIT = 3.0
@@ -63,6 +60,10 @@ def router(backend: Backend) -> APIRouter:
             shown = response_object(job, backend.jobs.position(job.id) if waits else None)
             data.append({**shown, "output": []})
         return {"object": "list", "data": data}
+
+    @routes.post("/input_tokens")
+    def count_input_tokens(body: ResponseRequest) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": count_tokens(backend, body)}
 
     @routes.get("/{response_id}")
     async def retrieve_response(

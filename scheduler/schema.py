@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+)
 
 from scheduler.items import new_id
 
@@ -17,25 +25,27 @@ Text = Annotated[str, Field(max_length=32 * 1024 * 1024)]
 Name = Annotated[str, Field(max_length=256)]
 
 
-class _Shape(BaseModel):
+class Shape(BaseModel):
+    """Base of all shapes: strict types, no NaN, unknown fields ignored."""
+
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class TextPart(_Shape):
+class TextPart(Shape):
     """Text of a message."""
 
     type: Literal["input_text", "output_text", "text"]
     text: Text
 
 
-class RefusalPart(_Shape):
+class RefusalPart(Shape):
     """A refusal that an assistant wrote earlier."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-class MediaPart(_Shape):
+class MediaPart(Shape):
     """An image, file or sound: known, and refused by models that take text only."""
 
     type: Literal["input_image", "image_url", "input_file", "input_audio"]
@@ -67,7 +77,7 @@ Content = Annotated[
 ]
 
 
-class MessageItem(_Shape):
+class MessageItem(Shape):
     """A message of any role."""
 
     type: Literal["message"] = "message"
@@ -76,7 +86,7 @@ class MessageItem(_Shape):
     content: Content
 
 
-class CallItem(_Shape):
+class CallItem(Shape):
     """A function call that the model made."""
 
     type: Literal["function_call"]
@@ -86,7 +96,7 @@ class CallItem(_Shape):
     arguments: Text
 
 
-class CallOutputItem(_Shape):
+class CallOutputItem(Shape):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
@@ -95,14 +105,14 @@ class CallOutputItem(_Shape):
     output: Content
 
 
-class ReasoningText(_Shape):
+class ReasoningText(Shape):
     """A piece of reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: Text
 
 
-class ReasoningItem(_Shape):
+class ReasoningItem(Shape):
     """Reasoning that the model wrote before an answer."""
 
     type: Literal["reasoning"]
@@ -141,7 +151,7 @@ Input = Annotated[
 ]
 
 
-class ConversationRef(_Shape):
+class ConversationRef(Shape):
     """A conversation by its id."""
 
     id: Name
@@ -157,7 +167,8 @@ Conversation = Annotated[
 ]
 
 
-def _metadata(value: dict[str, str] | None) -> dict[str, str] | None:
+def check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
+    """Metadata within OpenAI's limits."""
     if value is not None:
         if len(value) > 16:
             raise ValueError(f"at most 16 pairs, not {len(value)}")
@@ -167,19 +178,30 @@ def _metadata(value: dict[str, str] | None) -> dict[str, str] | None:
     return value
 
 
-class Format(_Shape):
+def _one_stop(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]] | None,
+    Field(max_length=16),
+    BeforeValidator(_one_stop),
+]
+
+
+class Format(Shape):
     """Form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class TextConfig(_Shape):
+class TextConfig(Shape):
     """How the answer's text is formed."""
 
     format: Format | None = None
 
 
-class ResponseRequest(_Shape):
+class ResponseRequest(Shape):
     """Body of POST /v1/responses."""
 
     model: Name | None = None
@@ -198,9 +220,7 @@ class ResponseRequest(_Shape):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
         None, description="extension: the same seed and prompt give the same answer"
     )
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, Field(max_length=16)
-    ] = Field(None, description="extension: a string, or strings, that end the answer")
+    stop: Stop = Field(None, description="extension: a string, or strings, that end the answer")
     metadata: dict[str, str] | None = None
     service_tier: Name | None = None
     user: Name | None = None
@@ -212,12 +232,7 @@ class ResponseRequest(_Shape):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    _check_metadata = field_validator("metadata")(_metadata)
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_stop(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    _check_metadata = field_validator("metadata")(check_metadata)
 
     @property
     def conversation_id(self) -> str | None:
@@ -226,24 +241,24 @@ class ResponseRequest(_Shape):
         return ref.id if isinstance(ref, ConversationRef) else ref
 
 
-class NewConversation(_Shape):
+class NewConversation(Shape):
     """Body of POST /v1/conversations."""
 
     items: Annotated[list[Item], Field(max_length=20)] | None = None
     metadata: dict[str, str] | None = None
 
-    _check_metadata = field_validator("metadata")(_metadata)
+    _check_metadata = field_validator("metadata")(check_metadata)
 
 
-class ConversationUpdate(_Shape):
+class ConversationUpdate(Shape):
     """Body of POST /v1/conversations/{id}."""
 
     metadata: dict[str, str] | None
 
-    _check_metadata = field_validator("metadata")(_metadata)
+    _check_metadata = field_validator("metadata")(check_metadata)
 
 
-class NewItems(_Shape):
+class NewItems(Shape):
     """Body of POST /v1/conversations/{id}/items."""
 
     items: Annotated[list[Item], Field(min_length=1, max_length=20)]

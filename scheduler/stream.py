@@ -86,7 +86,7 @@ class EventHub:
         with contextlib.suppress(RedisError, OSError):
             await self._client.delete(self._bell)
 
-    async def follow(self, response: str, after: int = -1) -> AsyncIterator[Event | None]:
+    async def follow(self, response: str, after: int = -1) -> AsyncGenerator[Event | None, None]:
         """Events with a number above `after`, to the terminal one; None after 10 s of silence.
 
         Raises LogLost where the log is gone or Redis stays away.

@@ -50,6 +50,7 @@ def _body(job: Job, status: str) -> dict[str, Any]:
     """What of a response does not change while it runs."""
     request = job.request
     params: Mapping[str, Any] = request.get("params") or {}
+    about: Mapping[str, Any] = params.get("about") or {}
     return {
         "id": job.id,
         "object": "response",
@@ -64,7 +65,7 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "model": job.model,
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": job.previous if request.get("by_response") else None,
+        "previous_response_id": job.previous if about.get("by_response") else None,
         "conversation": {"id": job.conversation} if job.conversation else None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": _TIERS[job.priority],
@@ -78,7 +79,7 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "truncation": "disabled",
         "usage": None,
         "user": job.owner or None,
-        "metadata": request.get("metadata") or {},
+        "metadata": about.get("metadata") or {},
     }
 
 

@@ -34,7 +34,7 @@ def shared() -> Iterator[Stack]:
 
 @pytest.fixture
 def stack(redis_url: str) -> Iterator[Stack]:
-    with Stack(redis_url) as running:
+    with Stack(redis_url, jobs={"abandon_seconds": 0}) as running:
         yield running
 
 
