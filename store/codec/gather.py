@@ -59,31 +59,53 @@ class Source(NamedTuple):
         return self.array[index]
 
 
-def tables_of(sources: Sequence[Source], cuts: Sequence[int]) -> list[tuple[Leaf, ...]]:
-    """The leaf table of each block. Blocks of equal row counts share one object."""
-    known: dict[tuple[int, ...], tuple[Leaf, ...]] = {}
-    tables = []
+class Block(NamedTuple):
+    """The leaf table of a block, and the source of each leaf."""
+
+    table: tuple[Leaf, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.nbytes for run in runs_of(self.table))
+
+
+def blocks_of(sources: Sequence[Source], cuts: Sequence[int]) -> list[Block]:
+    """The blocks between neighbouring `cuts`. Blocks of equal row counts share one object.
+
+    An array that completes no row in a block is left out of it, whether it is set already or
+    not: the bytes of a block do not depend on when they were taken.
+    """
+    known: dict[tuple[int, ...], Block] = {}
+    blocks = []
     ratios = {source.row.ratio for source in sources}
     for a, b in pairwise(cuts):
         counts = tuple(b // ratio - a // ratio for ratio in ratios)
         if counts not in known:
-            known[counts] = tuple(source.leaf(a, b) for source in sources)
-        tables.append(known[counts])
-    return tables
+            chosen = [
+                (source.leaf(a, b), index)
+                for index, source in enumerate(sources)
+                if source.span(a, b)[0] < source.span(a, b)[1]
+            ]
+            known[counts] = Block(
+                tuple(leaf for leaf, _ in chosen), tuple(index for _, index in chosen)
+            )
+        blocks.append(known[counts])
+    return blocks
 
 
 def gather_rows(
-    sources: Sequence[Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
+    sources: Sequence[Source], cuts: Sequence[int], blocks: Sequence[Block]
 ) -> list[Payload]:
-    """The payload of each block, the blocks lying between neighbouring `cuts`."""
+    """The payload of each block."""
     if memory.packs_on_device():
         return _digested(
             [
-                _concatenated([source.slice(a, b) for source in sources], table)
-                for (a, b), table in zip(pairwise(cuts), tables, strict=True)
+                _concatenated([sources[index].slice(a, b) for index in block.sources], block.table)
+                for (a, b), block in zip(pairwise(cuts), blocks, strict=True)
             ]
         )
-    return _rows_on_host(sources, cuts, tables)
+    return _rows_on_host(sources, cuts, blocks)
 
 
 def gather_all(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> Payload:
@@ -106,26 +128,26 @@ def gather_all(arrays: Sequence[mx.array], table: tuple[Leaf, ...]) -> Payload:
 
 
 def _rows_on_host(
-    sources: Sequence[Source], cuts: Sequence[int], tables: Sequence[tuple[Leaf, ...]]
+    sources: Sequence[Source], cuts: Sequence[int], blocks: Sequence[Block]
 ) -> list[Payload]:
     flat = _without_gaps(sources, cuts[0], cuts[-1])
     views = [memory.view(memory.bits(source.array)) for source in flat]
     tasks: list[Callable[[], object]] = []
     results: list[list[Payload]] = []
     total = at = 0
-    while at < len(tables):
-        table = tables[at]
-        size = sum(run.nbytes for run in runs_of(table))
+    while at < len(blocks):
+        block = blocks[at]
+        size = block.nbytes
         count = 1
         while (
-            at + count < len(tables)
-            and tables[at + count] is table
+            at + count < len(blocks)
+            and blocks[at + count] is block
             and (count + 1) * size <= _GROUP_BYTES
         ):
             count += 1
         result: list[Payload] = []
         results.append(result)
-        tasks.append(partial(_pack_group, result, flat, views, cuts[at], count, table, size))
+        tasks.append(partial(_pack_group, result, flat, views, cuts[at], count, block))
         total += count * size
         at += count
     memory.run_all(tasks, total)
@@ -138,15 +160,18 @@ def _pack_group(
     views: Sequence[memory.Bytes],
     start: int,
     count: int,
-    table: tuple[Leaf, ...],
-    size: int,
+    block: Block,
 ) -> None:
     """`count` equal blocks from token `start` on: one strided copy per array, then digests."""
+    size = block.nbytes
     stride = -(-size // _ALIGN) * _ALIGN
     buffer = memory.lease(count * stride) if size else memoryview(b"")
-    for source, data, leaf, offset in zip(sources, views, table, offsets_of(table), strict=True):
+    for leaf, index, offset in zip(
+        block.table, block.sources, offsets_of(block.table), strict=True
+    ):
         if not leaf.nbytes:
             continue
+        source = sources[index]
         axis = source.row.axis
         outer = math.prod(leaf.shape[:axis])
         inner = leaf.nbytes // outer
@@ -156,7 +181,7 @@ def _pack_group(
         strides = (inner, source.array.shape[axis] * width, 1)
         np.copyto(
             np.ndarray(shape, np.uint8, buffer, offset, (stride, inner, 1)),
-            np.ndarray(shape, np.uint8, data, first * width, strides),
+            np.ndarray(shape, np.uint8, views[index], first * width, strides),
         )
     result.extend(_payload(buffer[i * stride : i * stride + size]) for i in range(count))
 

@@ -132,10 +132,12 @@ class Layout:
         model_type: str,
         fingerprint: bytes = _NO_FINGERPRINT,
         *,
+        tokens: int | None = None,
         value_bytes: int = VALUE_BYTES,
     ) -> Layout:
         """The layout of a cache list whose blocks are to fill values of `value_bytes`.
 
+        `tokens` is what the list has seen, where none of its caches counts them itself.
         Raises CodecError naming a class that is not supported.
         """
         slots = []
@@ -154,7 +156,8 @@ class Layout:
         if not slots or len(slots) > MAX_LEAVES:
             raise CodecError(f"a cache list of {len(slots)} caches cannot be stored")
         layout = cls(model_type, fingerprint, tuple(slots), 0)
-        seen = position(layout, caches) or 0
+        seen = position(layout, caches)
+        seen = (tokens or 0) if seen is None else seen
         return cls(model_type, fingerprint, tuple(slots), seen, value_bytes)
 
     @property
@@ -167,7 +170,12 @@ class Layout:
 
     @property
     def measured(self) -> bool:
-        """Whether the width of every growing array is known."""
+        """Whether widths are known. An array still unset after `unit` tokens counts as none."""
+        return self.complete or self.tokens >= self.unit
+
+    @property
+    def complete(self) -> bool:
+        """Whether every growing array was set in the list that the layout was built from."""
         return all(width is not None for slot in self.slots for width in slot.widths)
 
     def rows_bytes(self, start: int, stop: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from store.codec.chain import Chain, Mark
-from store.codec.gather import Source, gather_all, gather_rows, tables_of
+from store.codec.gather import Source, blocks_of, gather_all, gather_rows
 from store.codec.header import CodecError, Header, Leaf, Piece, root
 from store.codec.layout import Layout, Slot, arrays_of, dtype_name, position
 
@@ -140,10 +140,10 @@ def _rows(
         for row in slot.rows
         if (array := slot.kind.array(cache_, row.name)) is not None
     ]
-    block = layout.block_tokens
-    cuts = [start, *range(start - start % block + block, stop, block), stop]
-    tables = tables_of(sources, cuts)
-    payloads = gather_rows(sources, cuts, tables)
+    size = layout.block_tokens
+    cuts = [start, *range(start - start % size + size, stop, size), stop]
+    blocks = blocks_of(sources, cuts)
+    payloads = gather_rows(sources, cuts, blocks)
     facts = {**build(), **(provenance or {})}
     return [
         Piece(
@@ -154,13 +154,13 @@ def _rows(
                 stop=b,
                 chain=chain.at(b),
                 parent=chain.at(a),
-                leaves=table,
+                leaves=block.table,
                 digest=payload.digest,
                 provenance=facts,
             ),
             payload.data,
         )
-        for (a, b), table, payload in zip(pairwise(cuts), tables, payloads, strict=True)
+        for (a, b), block, payload in zip(pairwise(cuts), blocks, payloads, strict=True)
     ]
 
 

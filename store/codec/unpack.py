@@ -77,7 +77,7 @@ class Importer:
             self._slots[slot.path] = slot
         known = layout.rows_bytes(0, capacity) if layout.measured else 0
         if max_bytes is None:
-            max_bytes = known if layout.measured else MAX_PAYLOAD
+            max_bytes = known if layout.complete else MAX_PAYLOAD
         if known > max_bytes:
             raise CodecError(
                 f"rows of {capacity} tokens need {known} bytes where {max_bytes} are granted"
@@ -154,6 +154,7 @@ class Importer:
             plan = self._plan = self._checked(header)
         for ratio, rows in plan.rows.items():
             expected = header.stop // ratio - header.start // ratio
+            # An array that completes no row in a block is left out of it.
             if rows != expected:
                 raise CodecError(
                     f"{rows} rows for tokens [{header.start}, {header.stop}), expected {expected}: "
@@ -166,7 +167,7 @@ class Importer:
         for leaf, offset in zip(header.leaves, offsets_of(header.leaves), strict=True):
             row, width = self._row_of(leaf)
             rows = leaf.shape[row.axis]
-            if plan.rows.setdefault(row.ratio, rows) != rows:
+            if not rows or plan.rows.setdefault(row.ratio, rows) != rows:
                 raise CodecError(f"{where(leaf)} has {rows} rows, others differ: recompute")
             key = (leaf.path, leaf.name)
             if key not in self._targets:
@@ -175,8 +176,11 @@ class Importer:
                 self._targets[key] = self._admitted(key, row, width)
             if leaf.nbytes:
                 plan.copies.append((self._targets[key], offset))
-        if len(header.leaves) != len(self._targets):
-            raise CodecError("an array that had rows has none any more: recompute this state")
+        missing = self._targets.keys() - {(leaf.path, leaf.name) for leaf in header.leaves}
+        for key in missing:
+            ratio = self._targets[key].row.ratio
+            if plan.rows.setdefault(ratio, 0):
+                raise CodecError(f"{key[1]} had rows and has none any more: recompute this state")
         return plan
 
     def _row_of(self, leaf: Leaf) -> tuple[Growing, Width]:
@@ -288,9 +292,10 @@ def _drop_transient(layout: Layout, caches: Sequence[Any]) -> None:
         owner: Any = caches
         for step in above:
             owner = owner[step]
-        members = list(owner.caches)
-        members[last] = NullKVCache()
-        owner.caches = tuple(members)
+        if isinstance(owner[last], NullKVCache):
+            continue
+        # By family a transient slot is the member of a CacheList, whose members are a tuple.
+        owner.caches = (*owner.caches[:last], NullKVCache(), *owner.caches[last + 1 :])
 
 
 def _is_shape(shape: Any) -> bool:
