@@ -62,6 +62,7 @@ class Hello:
     tandem: str
     mlx: str
     system: str
+    boot: str = ""
     epoch: int = 0
 
     def validate(self) -> None:
@@ -69,7 +70,7 @@ class Hello:
         _name("node", self.node)
         for what in ("protocol", "codec"):
             _count(what, getattr(self, what), 0, _U32)
-        for what in ("tandem", "mlx", "system"):
+        for what in ("tandem", "mlx", "system", "boot"):
             _text(what, getattr(self, what), 128)
         _count("epoch", self.epoch, 0, (1 << 64) - 1)
 
@@ -185,9 +186,68 @@ class Ping:
         _count("count", self.count, 0, _U32)
 
 
-Message = Hello | Offer | Ready | Ack | Nack | Abort | Ping
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The sender wants an rdma group of this epoch; `host` is its own "address:port" for ring."""
+
+    TYPE: ClassVar[str] = "form"
+    epoch: int
+    nonce: bytes
+    fabric: str
+    host: str
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("epoch", self.epoch, 1, (1 << 63) - 1)
+        if not isinstance(self.nonce, bytes) or len(self.nonce) != 16:
+            raise LinkError("nonce is not 16 bytes", "protocol")
+        if not isinstance(self.fabric, str) or self.fabric not in ("ring", "jaccl"):
+            raise LinkError("unknown fabric", "protocol")
+        _text("host", self.host, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """The receiver's child has been started; `host` is its "address:port" for ring."""
+
+    TYPE: ClassVar[str] = "meet"
+    epoch: int
+    host: str
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("epoch", self.epoch, 1, (1 << 63) - 1)
+        _text("host", self.host, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The receiver's group stands and has tested itself."""
+
+    TYPE: ClassVar[str] = "formed"
+    epoch: int
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("epoch", self.epoch, 1, (1 << 63) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """The sender's child is about to send so many batches: post as many receives."""
+
+    TYPE: ClassVar[str] = "burst"
+    count: int
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("count", self.count, 1, 1 << 16)
+
+
+Message = Hello | Offer | Ready | Ack | Nack | Abort | Ping | Form | Meet | Formed | Burst
 TYPES: dict[str, type[Message]] = {
-    kind.TYPE: kind for kind in (Hello, Offer, Ready, Ack, Nack, Abort, Ping)
+    kind.TYPE: kind
+    for kind in (Hello, Offer, Ready, Ack, Nack, Abort, Ping, Form, Meet, Formed, Burst)
 }
 M = TypeVar("M", bound=Message)
 

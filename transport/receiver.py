@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transport import auth, versions
+from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.frame import MAX_PART, MIN_PART
 from transport.inbound import Inbound
-from transport.protocol import Ack, Hello, Nack
+from transport.protocol import Ack, Form, Hello, Nack
 from transport.session import Session
+from transport.sidecar import COMMAND, Plan, free_port
 from transport.sink import Sink
 from transport.wire import Connection
 
@@ -32,6 +34,8 @@ class Receiver:
     """Listens on one port per address, from construction until `close`.
 
     `deadline` (seconds) bounds every wait for a peer; `part` is the payload size of one frame.
+    With `epochs`, whose node is then this receiver's name, senders may form rdma links; `devices`
+    is the path of this node's cable map for JACCL.
     Raises LinkError if an address cannot be bound or the secret is too short.
     """
 
@@ -45,6 +49,9 @@ class Receiver:
         *,
         node: str = "local",
         part: int = 1 << 20,
+        epochs: Epochs | None = None,
+        devices: str = "",
+        command: Sequence[str] = COMMAND,
     ) -> None:
         if not MIN_PART <= part <= MAX_PART:
             raise LinkError(f"part size {part} is not in {MIN_PART}..{MAX_PART}", "protocol")
@@ -52,7 +59,12 @@ class Receiver:
         self.deadline = deadline
         self.part = part
         self._secret = auth.check_secret(secret)
-        self._hello = versions.hello(node)
+        self.epochs = epochs
+        self.hello = versions.hello(
+            epochs.node if epochs is not None else node, epochs.boot if epochs else ""
+        )
+        self._devices = devices
+        self._command = command
         self._lock = threading.Lock()
         self._sessions: dict[bytes, Session] = {}
         self._running: dict[str, Inbound] = {}
@@ -156,6 +168,22 @@ class Receiver:
                 while len(self._finished) > REMEMBERED:
                     self._finished.popitem(last=False)
 
+    def plan(self, form: Form, sender: str) -> Plan:
+        """How this end's child of an rdma link is to be started."""
+        host = self.address[0]
+        own = f"{host}:{free_port(host)}" if form.fabric == "ring" else ""
+        return Plan(
+            fabric="ring" if form.fabric == "ring" else "jaccl",
+            rank=0,
+            epoch=form.epoch,
+            nonce=form.nonce,
+            hosts=(own, form.host),
+            devices=self._devices,
+            redis_url=self.epochs.url if self.epochs is not None else "",
+            link=f"{sender}:{self.hello.node}",
+            command=self._command,
+        )
+
     # -- accepting --------------------------------------------------------------------------
 
     def _any_thread(self) -> threading.Thread | None:
@@ -223,7 +251,7 @@ class Receiver:
             self._sessions[link] = session
         try:
             auth.welcome(connection)
-            session.peer = _greet(session, replace(self._hello, epoch=session.epoch))
+            session.peer = _greet(session, replace(self.hello, epoch=session.epoch))
         except LinkError:
             with self._lock:
                 del self._sessions[link]

@@ -1,4 +1,4 @@
-"""The sending end of a link over TCP: one control connection, k bulk streams, any transfers."""
+"""The sending end of a link: one control connection, the ways its bulk data takes, transfers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from transport import auth, versions
 from transport.control import Control
 from transport.errors import LinkError
 from transport.outbound import Part, Report, Transfer
-from transport.protocol import Abort, Ack, Hello, Message, Nack, Offer, Ping, Ready
+from transport.protocol import Ack, Hello, Message, Nack, Offer, Ping, Ready
 from transport.wire import Connection
 
 Address = tuple[str, int]
@@ -22,35 +23,70 @@ WINDOW = 1 << 30
 __all__ = ["Report", "Sender", "Transfer"]
 
 
+class Way(Protocol):
+    """A way for parts: `run` sends until next_part says None; any LinkError ends the link."""
+
+    def run(self, sender: Sender) -> None:
+        """In a thread of its own."""
+
+    def kill(self) -> None:
+        """Wake `run`, from any thread."""
+
+    def close(self) -> None:
+        """Release what is held; after `run` has returned, in its thread."""
+
+
+class Stream:
+    """One TCP connection for parts."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def run(self, sender: Sender) -> None:
+        """Write parts as they come."""
+        while (part := sender.next_part()) is not None:
+            self._connection.write(part.head, part.payload)
+            sender.written(part)
+            del part  # the payload's memory must not outlive its transfer here
+
+    def kill(self) -> None:
+        """Wake `run`."""
+        self._connection.kill()
+
+    def close(self) -> None:
+        """Release the socket."""
+        self._connection.close()
+
+
 class Sender:
     """A connected link; make it with `connect`. After any link error it is dead: connect anew."""
-
-    path = "tcp"
 
     def __init__(
         self,
         control: Control,
-        data: Sequence[Connection],
+        ways: Sequence[Way],
         peer: Hello,
         deadline: float,
-        window: int,
+        window: int = WINDOW,
+        path: str = "tcp",
     ) -> None:
         self.peer = peer
+        self.path = path
         self.epoch = peer.epoch
         self.deadline = deadline
         self.window = window
-        self.streams = len(data)
+        self.streams = len(ways)
         self.changed = threading.Condition()
         self._control = control
-        self._data = list(data)
+        self._ways = list(ways)
         self._parts: deque[Part] = deque()
         self._transfers: dict[int, Transfer] = {}
         self._number = 0
         self._error: LinkError | None = None
         self._threads = [threading.Thread(target=self._listen, name="link-control", daemon=True)]
         self._threads += [
-            threading.Thread(target=self._write, args=(each,), name=f"link-data-{i}", daemon=True)
-            for i, each in enumerate(data)
+            threading.Thread(target=self._send, args=(each,), name=f"link-data-{i}", daemon=True)
+            for i, each in enumerate(ways)
         ]
         for thread in self._threads:
             thread.start()
@@ -78,18 +114,14 @@ class Sender:
         link = secrets.token_bytes(16)
         made: list[Connection] = []
         try:
-            control = Control(_join(made, addresses[0], secret, auth.CONTROL, 0, link, deadline))
-            mine = versions.hello(node)
-            control.send(mine)
-            theirs = control.receive()
-            if not isinstance(theirs, Hello):
-                raise LinkError("the peer's first message was not a hello", "protocol")
-            versions.compare(mine, theirs)
+            control = Control(join(made, addresses[0], secret, auth.CONTROL, 0, link, deadline))
+            theirs = greet(control, versions.hello(node))
             data = [
-                _join(made, addresses[i % len(addresses)], secret, auth.DATA, i, link, deadline)
+                join(made, addresses[i % len(addresses)], secret, auth.DATA, i, link, deadline)
                 for i in range(streams)
             ]
-            return cls(control, data, theirs, deadline, window)
+            ways = [Stream(connection) for connection in data]
+            return cls(control, ways, theirs, deadline, window)
         except BaseException:
             for connection in made:
                 connection.close()
@@ -154,19 +186,19 @@ class Sender:
 
     def close(self) -> None:
         """End the link and wait for its threads; transfers still open fail. Idempotent."""
-        self._fail(LinkError("the link was closed", "aborted"))
+        self.fail(LinkError("the link was closed", "aborted"))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self.deadline)
 
     # -- for transfers ----------------------------------------------------------------------
 
-    def tell(self, message: Offer | Abort) -> None:
+    def tell(self, message: Message) -> None:
         """Send a control message; a failure ends the link and shows at the next wait."""
         try:
             self._control.send(message)
         except LinkError as error:
-            self._fail(error)
+            self.fail(error)
 
     def queue(self, part: Part) -> None:
         """Add a part for the streams; called with `changed` held."""
@@ -182,9 +214,8 @@ class Sender:
         with self.changed:
             self._transfers.pop(transfer.offer.number, None)
 
-    # -- threads ----------------------------------------------------------------------------
-
-    def _fail(self, error: LinkError) -> None:
+    def fail(self, error: LinkError) -> None:
+        """End the link: its transfers fail with this error. Idempotent."""
         with self.changed:
             if self._error is not None:
                 return
@@ -195,33 +226,40 @@ class Sender:
             self._parts.clear()
             self.changed.notify_all()
         self._control.connection.kill()
-        for connection in self._data:
-            connection.kill()
+        for way in self._ways:
+            way.kill()
 
-    def _write(self, connection: Connection) -> None:
-        try:
-            while (part := self._next()) is not None:
-                connection.write(part.head, part.payload)
-                with self.changed:
-                    part.transfer.left(len(part.payload))
-                    self.changed.notify_all()
-                del part  # the payload's memory must not outlive its transfer here
-        except LinkError as error:
-            self._fail(error)
-        finally:
-            connection.close()
+    # -- for ways ---------------------------------------------------------------------------
 
-    def _next(self) -> Part | None:
+    def next_part(self, *, wait: bool = True) -> Part | None:
+        """The next part to be sent; None if the link has ended or, without `wait`, if none is."""
         with self.changed:
-            while True:
-                if self._error is not None:
-                    return None
+            while self._error is None:
                 while self._parts:
                     part = self._parts.popleft()
                     if not part.transfer.over:
                         return part
                     part.transfer.left(len(part.payload))
+                if not wait:
+                    break
                 self.changed.wait()
+            return None
+
+    def written(self, part: Part) -> None:
+        """The part's payload is not needed any more."""
+        with self.changed:
+            part.transfer.left(len(part.payload))
+            self.changed.notify_all()
+
+    # -- threads ----------------------------------------------------------------------------
+
+    def _send(self, way: Way) -> None:
+        try:
+            way.run(self)
+        except LinkError as error:
+            self.fail(error)
+        finally:
+            way.close()
 
     def _listen(self) -> None:
         heard = pinged = time.monotonic()
@@ -240,7 +278,7 @@ class Sender:
                     count = (count + 1) & 0xFFFFFFFF
                     self._control.send(Ping(count))
         except LinkError as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self._control.connection.close()
 
@@ -258,7 +296,17 @@ class Sender:
                 self.changed.notify_all()
 
 
-def _join(
+def greet(control: Control, mine: Hello) -> Hello:
+    """Exchange Hello as the sender; raises LinkError if the versions do not fit."""
+    control.send(mine)
+    theirs = control.receive()
+    if not isinstance(theirs, Hello):
+        raise LinkError("the peer's first message was not a hello", "protocol")
+    versions.compare(mine, theirs)
+    return theirs
+
+
+def join(
     made: list[Connection],
     address: Address,
     secret: bytes,
@@ -267,6 +315,7 @@ def _join(
     link: bytes,
     deadline: float,
 ) -> Connection:
+    """Dial and prove the secret; the connection is added to `made`. Raises LinkError."""
     connection = Connection.dial(address, deadline)
     made.append(connection)
     auth.prove(connection, secret, role, index, link)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
 
+from transport import versions
 from transport.control import Control
 from transport.errors import Code, LinkError
 from transport.frame import MAX_PART, SIZE, Frame
 from transport.inbound import Inbound
-from transport.protocol import Abort, Ack, Hello, Nack, Offer, Ping, Ready, brief
+from transport.protocol import (
+    Abort,
+    Ack,
+    Burst,
+    Form,
+    Formed,
+    Hello,
+    Meet,
+    Nack,
+    Offer,
+    Ping,
+    Ready,
+    brief,
+)
+from transport.rdma import BatchReader
+from transport.sidecar import Sidecar
 from transport.wire import Connection
 
 if TYPE_CHECKING:
@@ -34,6 +51,8 @@ class Session:
         self._inbound: dict[int, Inbound] = {}
         self._highest = -1
         self._failed: LinkError | None = None
+        self._sidecar: Sidecar | None = None
+        self._reader: BatchReader | None = None
 
     # -- connections ------------------------------------------------------------------------
 
@@ -57,6 +76,8 @@ class Session:
         self.control.connection.kill()
         for stream in streams:
             stream.kill()
+        if self._sidecar is not None:
+            self._sidecar.kill()
         for inbound in open_transfers:
             inbound.abort("lost", f"the link broke: {error}")
 
@@ -84,6 +105,10 @@ class Session:
             self.control.send(message)
         elif isinstance(message, Offer):
             self._offered(message)
+        elif isinstance(message, Burst) and self._reader is not None:
+            self._reader.announce(message.count)
+        elif isinstance(message, Form):
+            self._receiver.spawn("form", self._form, message)
         elif isinstance(message, Abort):
             inbound = self._find(message.number)
             if inbound is not None:
@@ -153,8 +178,6 @@ class Session:
                 if not connection.read_idle(head):
                     continue
                 frame = Frame.unpack(head)
-                if frame.epoch != self.epoch:
-                    raise LinkError(f"frame of epoch {frame.epoch}, not {self.epoch}", "protocol")
                 target, inbound = self._claim(frame)
                 if target is None and frame.length > len(scratch):
                     scratch = memoryview(bytearray(MAX_PART))
@@ -164,7 +187,45 @@ class Session:
         finally:
             connection.close()
 
+    def take(self, frame: Frame, header: bytes, payload: memoryview) -> None:
+        """One part that has arrived by way of a batch; raises LinkError."""
+        target, inbound = self._claim(frame)
+        if target is not None and inbound is not None:
+            target[:] = payload
+            inbound.landed(frame, header)
+
+    def _form(self, form: Form) -> None:
+        """Start this end's child of an rdma link and read from it until the link ends."""
+        epochs, peer = self._receiver.epochs, self.peer
+        sidecar: Sidecar | None = None
+        try:
+            if epochs is None or peer is None or self._reader is not None:
+                raise LinkError("this receiver forms no rdma links", "protocol")
+            versions.compare_rdma(self._receiver.hello, peer)
+            epochs.join(peer.node, form.epoch, form.nonce)
+            sidecar = Sidecar(self._receiver.plan(form, peer.node))
+            with self._lock:
+                self._sidecar = sidecar
+                if self._failed is not None:
+                    raise self._failed
+                self._reader = BatchReader(sidecar, self, self._receiver.deadline)
+            self.control.send(Meet(form.epoch, sidecar.plan.hosts[0]))
+            sidecar.wait_up()
+            epochs.up(peer.node, epochs.node, form.epoch)
+            self.control.send(Formed(form.epoch))
+            self._reader.run()
+        except LinkError as error:
+            self.fail(error)
+            if epochs is not None and peer is not None and sidecar is not None:
+                with contextlib.suppress(LinkError):
+                    epochs.over(peer.node, epochs.node, form.epoch, str(error))
+        finally:
+            if sidecar is not None:
+                sidecar.close()
+
     def _claim(self, frame: Frame) -> tuple[memoryview | None, Inbound | None]:
+        if frame.epoch != self.epoch:
+            raise LinkError(f"frame of epoch {frame.epoch}, not {self.epoch}", "protocol")
         with self._lock:
             inbound = self._inbound.get(frame.transfer)
             known = frame.transfer <= self._highest

@@ -23,8 +23,8 @@ def system() -> str:
     return f"macOS {mac}" if mac else f"{platform.system()} {platform.release()}"
 
 
-def hello(node: str) -> Hello:
-    """This process's Hello, without importing mlx."""
+def hello(node: str, boot: str = "") -> Hello:
+    """This process's Hello, without importing mlx; `boot` as in epochs."""
     return Hello(
         node=node,
         protocol=PROTOCOL,
@@ -32,6 +32,7 @@ def hello(node: str) -> Hello:
         tandem=_version("tandem-serve"),
         mlx=_version("mlx"),
         system=system(),
+        boot=boot,
     )
 
 
@@ -43,5 +44,20 @@ def compare(mine: Hello, theirs: Hello) -> None:
             raise LinkError(
                 f"{name} {a} here (Tandem {mine.tandem}), {b} on {theirs.node} "
                 f"(Tandem {theirs.tandem}); install the same Tandem on both",
+                "version",
+            )
+
+
+def compare_rdma(mine: Hello, theirs: Hello) -> None:
+    """Raise LinkError, naming both versions, where two groups would cut bytes differently.
+
+    How an operation is striped over cables changes with mlx builds, and the size of RDMA frames
+    with macOS builds; neither is checked by the groups themselves.
+    """
+    for what, name in (("mlx", "mlx"), ("system", "operating system")):
+        a, b = getattr(mine, what), getattr(theirs, what)
+        if a != b:
+            raise LinkError(
+                f"rdma needs the same {name} on both ends: {a} here, {b} on {theirs.node}",
                 "version",
             )

@@ -22,10 +22,10 @@ PATIENCE = 20.0
 class RogueSender:
     """A sender without threads: the test decides what leaves, and when."""
 
-    def __init__(self, address: tuple[str, int], streams: int = 1) -> None:
+    def __init__(self, address: tuple[str, int], streams: int = 1, node: str = "rogue") -> None:
         self.link = secrets.token_bytes(16)
         self.control = Control(self._join(address, auth.CONTROL, 0))
-        self.control.send(versions.hello("rogue"))
+        self.control.send(versions.hello(node))
         hello = self.control.receive()
         assert isinstance(hello, Hello)
         self.epoch = hello.epoch

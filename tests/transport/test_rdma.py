@@ -1,0 +1,313 @@
+"""States cross an rdma link: child processes with a real two-rank group, here over ring.
+
+Every fault is tried on plain ring and on ring with JACCL's failure semantics, where nothing is
+ever raised and only a deadline from outside ends a wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import redis
+from link_parts import (
+    FINGERPRINT,
+    SECRET,
+    MemorySink,
+    contents,
+    deliver,
+    link_threads,
+    make_state,
+    open_files,
+    receiving,
+)
+from link_redis import client, redis_socket
+from link_rogues import RogueSender
+
+from store.codec.header import Piece
+from transport import rdma
+from transport.epochs import Epochs
+from transport.errors import LinkError
+from transport.protocol import Form, Meet
+from transport.receiver import Receiver
+from transport.sender import Sender
+from transport.sidecar import COMMAND
+
+__all__ = ["client", "redis_socket"]
+
+DEADLINE = 1.0
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+HERE = Path(__file__).parent
+STATE = make_state([1_000_000] * 20 + [18_000_000, 7_000_000], seed=5)
+
+
+def children() -> dict[int, int]:
+    """Rank (0 is the receiver's) and process id of this process's link children that are alive."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # threads and processes end while we look
+            for pid in (task / "children").read_text().split():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"transport.child" in command or b"fault_child" in command:
+                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    (rank,) = [each for each in environment if each.startswith(b"MLX_RANK=")]
+                    found[int(rank[9:])] = int(pid)
+    return found
+
+
+@dataclass
+class Ends:
+    """Both nodes' epochs, and how their children are started."""
+
+    sender: Epochs
+    receiver: Epochs
+
+    def connect(self, receiver: Receiver, command: tuple[str, ...] = COMMAND) -> Sender:
+        receiver._command = command
+        return rdma.connect(
+            receiver.address, SECRET, self.sender, DEADLINE, fabric="ring", command=command
+        )
+
+
+@pytest.fixture
+def ends(client: redis.Redis) -> Iterator[Ends]:
+    """Two live nodes; afterwards no child, thread or descriptor of theirs is left."""
+    files = open_files()
+    made = Ends(Epochs(client, "prefill-1"), Epochs(client, "decode-1"))
+    made.sender.start()
+    made.receiver.start()
+    yield made
+    made.sender.stop()
+    made.receiver.stop()
+    assert children() == {}
+    assert link_threads() == []
+    assert open_files() <= files + 1  # a pooled connection to Redis
+
+
+def faulty(fault: str, shim: bool) -> tuple[str, ...]:
+    path = f"{tempfile.gettempdir()}/tandem-mesh-{secrets.token_hex(6)}" if shim else ""
+    return (sys.executable, "-P", str(HERE / "fault_child.py"), fault, path)
+
+
+@pytest.mark.parametrize("shim", [False, True], ids=["ring", "jaccl"])
+def test_states_cross_and_the_epoch_is_up(ends: Ends, shim: bool) -> None:
+    sink = MemorySink()
+    states = [STATE, make_state([0]), make_state([1, 0, 5]), make_state([3_000_000] * 9)]
+    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+        sender = ends.connect(receiver, faulty("none", shim))
+        assert ends.sender.record("prefill-1", "decode-1").state == "up"
+        for i, state in enumerate(states):
+            report = deliver(sender, f"t-{i}", state)
+            assert report.path == "rdma"
+            assert contents(sink.finished[f"t-{i}"]) == contents(state)
+        sender.close()
+    assert ends.sender.record("prefill-1", "decode-1").state == "over"
+
+
+def test_two_transfers_at_once_share_a_link(ends: Ends) -> None:
+    sink = MemorySink()
+    first, second = make_state([4_000_000] * 6, 1), make_state([5_000_000] * 5, 2)
+    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+        sender = ends.connect(receiver)
+        thread = threading.Thread(target=deliver, args=(sender, "t-a", first))
+        thread.start()
+        deliver(sender, "t-b", second)
+        thread.join(20)
+        sender.close()
+    assert contents(sink.finished["t-a"]) == contents(first)
+    assert contents(sink.finished["t-b"]) == contents(second)
+
+
+class StagedSink(MemorySink):
+    """Runs an action once, at one stage of a transfer."""
+
+    def __init__(self, stage: str, action: Callable[[], None]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.action: Callable[[], None] | None = action
+
+    def _reach(self, stage: str) -> None:
+        if stage == self.stage and self.action is not None:
+            action, self.action = self.action, None
+            action()
+
+    def buffer(self, transfer: str, nbytes: int) -> memoryview:
+        self._reach("ready")
+        return super().buffer(transfer, nbytes)
+
+    def piece(self, transfer: str, piece: Piece) -> None:
+        if len(self.pieces[transfer]) == 5:
+            self._reach("mid")
+        super().piece(transfer, piece)
+
+    def done(self, transfer: str) -> None:
+        self._reach("ack")
+        super().done(transfer)
+
+
+STAGES = ["idle", "ready", "mid", "ack"]
+BLOWS = {"die": signal.SIGKILL, "freeze": signal.SIGSTOP}
+# The short run takes a sample: each group takes a while to form, and each freeze its deadline.
+SAMPLED_FREEZES = [("idle", 1, True), ("mid", 0, False), ("mid", 1, True)]
+CASES = [
+    (blow, stage, rank, shim)
+    for blow in BLOWS
+    for stage in STAGES
+    for rank in (0, 1)
+    for shim in (False, True)
+    if SOAK
+    or (blow == "die" and shim == (rank == 1))
+    or (blow == "freeze" and (stage, rank, shim) in SAMPLED_FREEZES)
+]
+
+
+@pytest.mark.parametrize(("blow", "stage", "rank", "shim"), CASES)
+def test_a_child_process_fails(ends: Ends, blow: str, stage: str, rank: int, shim: bool) -> None:
+    def strike() -> None:
+        os.kill(children()[rank], BLOWS[blow])
+
+    sink = StagedSink(stage, strike)
+    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+        bystander = Sender.connect(receiver.address, SECRET, DEADLINE)
+        other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=9, nbytes=2000)
+        sender = ends.connect(receiver, faulty("none", shim))
+        if stage == "idle":
+            strike()
+        try:
+            deliver(sender, "t-1", STATE)
+        except LinkError:
+            pass
+        else:
+            assert stage == "ack"  # all bytes had arrived: the child was not needed any more
+        sender.close()
+        again = ends.connect(receiver)
+        report = deliver(again, "t-1", STATE, attempt=2)
+        assert report.path == "rdma"
+        again.close()
+        other.send(make_state([1000, 1])[:1])
+        other.finish(make_state([1, 900])[1])
+        bystander.close()
+    assert contents(sink.finished["t-1"]) == contents(STATE)
+    assert sink.events.count(("done", "t-1")) == 1
+    assert sink.held == 0
+
+
+FAULTS = ["die", "stall", "corrupt", "duplicate", "reorder", "header", "epoch", "short", "long"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "shim"),
+    [
+        (fault, shim)
+        for fault in FAULTS
+        for shim in (False, True)
+        if SOAK or shim == (fault in ("short", "long", "corrupt", "stall"))
+    ],
+)
+def test_a_child_process_sends_wrong_bytes(ends: Ends, fault: str, shim: bool) -> None:
+    sink = MemorySink()
+    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+        sender = ends.connect(receiver, faulty(fault, shim))
+        with pytest.raises(LinkError):
+            deliver(sender, "t-1", STATE)
+        sender.close()
+        sink.wait_for("abort", "t-1")
+        again = ends.connect(receiver)
+        deliver(again, "t-1", STATE, attempt=2)
+        again.close()
+    assert contents(sink.finished["t-1"]) == contents(STATE)
+    assert sink.events.count(("done", "t-1")) == 1
+    assert sink.held == 0
+
+
+def test_a_child_does_not_outlive_its_parent() -> None:
+    code = (
+        "import time; from transport.sidecar import *;"
+        "hosts = tuple(f'127.0.0.1:{free_port(\"127.0.0.1\")}' for _ in range(2));"
+        "s = Sidecar(Plan('ring', 0, 1, bytes(16), hosts), 2.0);"
+        "print(s.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait(10)
+    parent.stdout.close()
+    limit = time.monotonic() + 20
+    while Path(f"/proc/{child}").exists() and _state(child) != "Z":
+        assert time.monotonic() < limit, "the child is still there"
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z"
+
+
+def test_mlx_versions_that_differ_are_named(ends: Ends) -> None:
+    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+        receiver.hello = replace(receiver.hello, mlx="9.9.9")
+        with pytest.raises(LinkError, match=r"the same mlx .* here, 9\.9\.9 on decode-1") as caught:
+            ends.connect(receiver)
+        assert caught.value.code == "version"
+
+
+def test_a_receiver_without_epochs_forms_no_group(ends: Ends) -> None:
+    with (
+        receiving(MemorySink(), DEADLINE, node="decode-1") as receiver,
+        pytest.raises(LinkError, match="not alive"),
+    ):
+        ends.connect(receiver)
+
+
+def test_a_form_of_another_epoch_is_refused(ends: Ends) -> None:
+    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+        rogue = RogueSender(receiver.address, streams=0, node="prefill-1")
+        ends.sender.form("decode-1", ends.receiver.boot, bytes(16))
+        rogue.control.send(Form(2, bytes(16), "ring", "127.0.0.1:1"))
+        assert rogue.ended()
+        rogue.close()
+    assert children() == {}
+
+
+def test_a_group_whose_other_member_never_comes_is_given_up(ends: Ends) -> None:
+    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+        rogue = RogueSender(receiver.address, streams=0, node="prefill-1")
+        epoch = ends.sender.form("decode-1", ends.receiver.boot, bytes(16))
+        rogue.control.send(Form(epoch, bytes(16), "ring", "127.0.0.1:1"))
+        assert isinstance(rogue.answer(), Meet)
+        assert rogue.ended()  # it sends no sign of life either
+        rogue.close()
+    assert ends.sender.record("prefill-1", "decode-1").state == "over"
+
+
+def test_what_a_hand_off_costs_the_control_plane(ends: Ends, client: redis.Redis) -> None:
+    state = make_state([1_048_512] * 30 + [15_000_000])
+    with receiving(MemorySink(), 5.0, epochs=ends.receiver) as receiver:
+        ends.sender.stop()
+        ends.receiver.stop()
+        before = client.info("commandstats")
+        sender = ends.connect(receiver)
+        deliver(sender, "t-1", state)
+        used = sender.control_bytes
+        sender.close()
+    after = client.info("commandstats")
+    trips = {
+        name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"]
+        for name in ("cmdstat_evalsha", "cmdstat_eval", "cmdstat_set")
+        if name in after
+    }
+    assert sum(trips.values()) <= 30, trips
+    assert used <= 64 << 10
