@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from scheduler import chat, conversations, faults, lifeline, models, responses
+from scheduler import chat, conversations, faults, lifeline, messages, models, responses
 from scheduler.backend import Backend
 from scheduler.config import Config, ConfigError, is_loopback
 from scheduler.dashboard import Dashboard
@@ -61,7 +61,7 @@ def create_app(config: Config) -> FastAPI:
     app.add_exception_handler(HTTPException, faults.on_http)
     app.add_exception_handler(RedisError, _on_redis)
     app.add_exception_handler(Exception, faults.on_crash)
-    for room in (responses, conversations, chat, models):
+    for room in (responses, conversations, chat, messages, models):
         app.include_router(room.router(backend))
     _add_health(app, backend)
     app.mount("/rq", Dashboard(config.redis_url, backend.redis))
@@ -87,7 +87,8 @@ def _add_health(app: FastAPI, backend: Backend) -> None:
 
 async def _on_redis(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, AWAY):
-        return faults.unavailable("Redis", "check that it runs; try again shortly").response()
+        fault = faults.unavailable("Redis", "check that it runs; try again shortly")
+        return fault.response(request.url.path)
     log.error("Redis refused a command: %s", error)
     return await faults.on_crash(request, error)
 

@@ -20,6 +20,19 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+ANTHROPIC = "/v1/messages"
+"""Below this path the answers have Anthropic's shape."""
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class Fault(Exception):
@@ -46,8 +59,11 @@ class Fault(Exception):
         self.param = param
         self.retry = retry
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body of the answer."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON body of the answer, as clients of the API at `path` expect it."""
+        if path.startswith(ANTHROPIC):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {
             "error": {
                 "message": self.message,
@@ -68,9 +84,9 @@ class Fault(Exception):
             headers["x-should-retry"] = "true" if self.retry else "false"
         return headers
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str = "") -> JSONResponse:
         """The answer itself."""
-        return JSONResponse(self.body(), self.status, self.headers())
+        return JSONResponse(self.body(path), self.status, self.headers())
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> Fault:
@@ -96,7 +112,7 @@ def unavailable(what: str, cure: str) -> Fault:
 async def on_fault(request: Request, error: Exception) -> JSONResponse:
     """Exception handler for Fault."""
     assert isinstance(error, Fault)
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def on_http(request: Request, error: Exception) -> JSONResponse:
@@ -108,7 +124,7 @@ async def on_http(request: Request, error: Exception) -> JSONResponse:
         400: "the body is not valid JSON",
     }
     fault = Fault(error.status_code, words.get(error.status_code, str(error.detail)))
-    answer = fault.response()
+    answer = fault.response(request.url.path)
     answer.headers.update(error.headers or {})
     return answer
 
@@ -116,7 +132,7 @@ async def on_http(request: Request, error: Exception) -> JSONResponse:
 async def on_validation(request: Request, error: Exception) -> JSONResponse:
     """Exception handler for bodies and parameters of the wrong type."""
     assert isinstance(error, RequestValidationError)
-    return from_validation(error.errors()).response()
+    return from_validation(error.errors()).response(request.url.path)
 
 
 def from_validation(errors: Any) -> Fault:
@@ -140,4 +156,4 @@ def from_validation(errors: Any) -> Fault:
 async def on_crash(request: Request, error: Exception) -> JSONResponse:
     """Exception handler of last resort: says nothing about the inside."""
     fault = Fault(500, "internal error; the API's log has the details", code="internal_error")
-    return fault.response()
+    return fault.response(request.url.path)

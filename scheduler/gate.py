@@ -43,7 +43,7 @@ class Gate:
                     code="request_too_large",
                 )
         if fault is not None:
-            answer = fault.response()
+            answer = fault.response(scope["path"])
             if fault.status == 401 and scope["path"].startswith("/rq"):
                 answer.headers["WWW-Authenticate"] = 'Basic realm="tandem", charset="UTF-8"'
             await answer(scope, receive, send)
