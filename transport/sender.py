@@ -133,6 +133,17 @@ class Sender:
         return self._error is None
 
     @property
+    def busy(self) -> bool:
+        """True while a transfer is open."""
+        with self.changed:
+            return bool(self._transfers)
+
+    @property
+    def error(self) -> LinkError | None:
+        """Why the link is dead."""
+        return self._error
+
+    @property
     def control_bytes(self) -> int:
         """Bytes of control messages so far, both directions."""
         return self._control.sent + self._control.received
