@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +57,19 @@ class Backend:
         self._store.close()
         self.redis.close()
 
-    @property
-    def model_names(self) -> set[str]:
-        """Every name under which a request may ask for the served model."""
+    def _is_ours(self, name: str) -> bool:
+        """Whether `name` stands for the served model."""
         config = self.config
-        return {config.model_name, config.model, self.model_dir.name, "default", "tandem"}
+        names = {config.model_name, config.model, self.model_dir.name, "default", "tandem"}
+        return name in names or any(fnmatchcase(name, alias) for alias in config.api.aliases)
 
     def model(self, name: str | None) -> str:
         """The served model's name; Fault 404 where `name` is another's."""
-        if name is not None and name not in self.model_names:
+        if name is not None and not self._is_ours(name):
             raise Fault(
                 404,
-                f"model '{name[:80]}' is not served here: use '{self.config.model_name}'",
+                f"model '{name[:80]}' is not served here: use '{self.config.model_name}', or let "
+                "it stand for that by api.aliases",
                 code="model_not_found",
                 param="model",
             )

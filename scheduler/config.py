@@ -76,6 +76,15 @@ class ApiConfig(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 8420
     token: str = Field("", description="bearer token; required when host is not loopback")
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
+    aliases: tuple[str, ...] = Field(
+        (), description="names, or patterns such as gpt-*, that stand for the served model as well"
+    )
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        # An environment variable is one text.
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
 class PrefillConfig(_Section):

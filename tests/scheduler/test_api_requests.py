@@ -349,6 +349,16 @@ def test_access_by_token(redis_url: str) -> None:
         assert [m.id for m in stack.client().models.list()] == ["test-model"]
 
 
+def test_other_names_for_the_model(redis_url: str) -> None:
+    with Stack(redis_url, api={"aliases": "gpt-*, claude-small"}) as stack:
+        for name in ("gpt-4o", "claude-small", "default", "test-model"):
+            made = post(stack, {"input": "x", "model": name}).json()
+            assert (made["status"], made["model"]) == ("completed", "test-model")
+        refused = post(stack, {"input": "x", "model": "claude-large"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+        assert "api.aliases" in refused.json()["error"]["message"]
+
+
 def test_foreign_pages_are_kept_out(shared: Stack) -> None:
     path = f"{shared.url}/v1/models"
     assert httpx.get(path, headers={"Host": "evil.example"}).status_code == 403
