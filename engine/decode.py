@@ -16,6 +16,7 @@ from engine.merged import Merged, NotMergeableError
 from engine.model import Caches, Model, evaluate
 from engine.prefill import append_schedule, expand_schedule, plan
 from engine.sampling import SamplingParams, Top, sample, top_tokens
+from engine.speculate import Drafter, Speculation, Verified, verify
 from engine.text import TextStream
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -112,10 +113,19 @@ class Batch:
     than one pending token is first extended by itself, a chunk per step.
     """
 
-    def __init__(self, model: Model, slots: int, chunk: int = 0, batched: bool = True) -> None:
+    def __init__(
+        self,
+        model: Model,
+        slots: int,
+        chunk: int = 0,
+        batched: bool = True,
+        drafter: Drafter | None = None,
+        depth: int = 3,
+    ) -> None:
         """`chunk` is the extension chunk in tokens (0: the model's), `batched` False: by rows.
 
-        With more than one slot the model is probed here, once, which takes a few forwards.
+        `drafter` proposes up to `depth` tokens while one row is alone. With more than one slot, or
+        a drafter, the model is probed here, once, which takes a few forwards.
         """
         self.model = model
         self.slots = slots
@@ -126,6 +136,7 @@ class Batch:
         self._row_wise = "" if batched else "batching is switched off"
         if batched and slots > 1:
             self._row_wise = model.batching.reason
+        self._speculation = None if drafter is None else Speculation(model, drafter, depth)
         self._steps = 0
         self._widths: Counter[int] = Counter()
 
@@ -137,6 +148,7 @@ class Batch:
         """The path that decoding takes: batched or by rows and why, steps, widths so far."""
         return {
             **({"probe": self.model.batching.facts()} if self.slots > 1 else {}),
+            **({"speculation": self._speculation.facts()} if self._speculation else {}),
             "batched": not self._row_wise,
             "reason": self._row_wise,
             "steps": self._steps,
@@ -210,6 +222,10 @@ class Batch:
         row.fed(length)
 
     def _decode(self, ready: list[_Active]) -> list[Event]:
+        if self._speculation is not None:
+            if len(ready) == 1 and not ready[0].forced and not self._speculation.reason:
+                return self._round(ready[0], self._speculation)
+            self._speculation.leave()
         try:
             groups = self._forward(ready)
             chosen = [self._choose(rows, logits) for rows, logits in groups]
@@ -224,12 +240,7 @@ class Batch:
             for i, (row, token) in enumerate(zip(rows, values, strict=True)):
                 row.fed(1)
                 row.widths[len(rows)] += 1
-                try:
-                    event = self._emit(row, int(token), logprobs, i)
-                except Exception as error:  # a tokenizer or a grammar; the state is whole
-                    event = Event(
-                        row.uid, position=len(row.ids), finish="error", error=_line(error)
-                    )
+                event = self._emit(row, int(token), logprobs, i)
                 if event is None:
                     continue
                 events.append(event)
@@ -237,6 +248,57 @@ class Batch:
                     ended.append((row, event))
             self._widths[len(rows)] += 1
         self._end(ended)
+        return events
+
+    def _round(self, row: _Active, speculation: Speculation) -> list[Event]:
+        """Feed a row's pending token and proposed ones, and keep what the model itself chooses.
+
+        The walk ends with the answer, so that the state never holds a token beyond its end.
+        """
+        self._merged.arrange([])
+        assert row.caches is not None
+        drafter = speculation.drafter
+        room = min(
+            row.params.max_tokens - row.count - 1, self.model.context_length - len(row.ids) - 2
+        )
+        events: list[Event] = []
+        new: list[int] = []
+        tried: Verified | None = None
+        try:
+            drafted = speculation.propose(row.uid, row.ids, row.pending[0], room)
+            fed = [row.pending[0], *drafted]
+            tried = verify(self.model, fed, row.caches, row.rope_delta, drafter.hidden)
+            greedy: Any = None
+            if row.params.plain and row.grammar is None:
+                greedy = mx.argmax(tried.logits, axis=-1).tolist()
+            for i in range(len(fed)):
+                logprobs: list[mx.array] = []
+                if greedy is not None:
+                    token = int(greedy[i])
+                else:
+                    choice, *logprobs = self._choose([row], tried.logits[i : i + 1])
+                    token = int(_number(choice[0]))
+                row.fed(1)
+                new.append(token)
+                event = self._emit(row, token, logprobs, 0)
+                assert event is not None, "a row with tokens to feed again takes no part in rounds"
+                events.append(event)
+                if event.finish or i == len(drafted) or token != drafted[i]:
+                    break
+            tried.keep(len(new))
+            if not events[-1].finish:
+                speculation.settle(row.uid, row.ids, drafted, new, tried.hidden)
+        except Exception as error:  # this row's state cannot be trusted after this
+            drafter.abort()
+            speculation.leave()
+            if tried is not None:
+                tried.undo()
+            return [*events, self._fail(row, error)]
+        row.widths[1] += 1
+        self._widths[1] += 1
+        if events[-1].finish:
+            speculation.leave()
+            self._end([(row, events[-1])])
         return events
 
     def _forward(self, ready: list[_Active]) -> list[tuple[list[_Active], mx.array]]:
@@ -279,6 +341,13 @@ class Batch:
         return [mx.stack(tokens), *logprobs]
 
     def _emit(self, row: _Active, token: int, logprobs: list[mx.array], i: int) -> Event | None:
+        """`_tell`; an error of tokenizer or grammar ends the row, whose state is whole."""
+        try:
+            return self._tell(row, token, logprobs, i)
+        except Exception as error:
+            return Event(row.uid, position=len(row.ids), finish="error", error=_line(error))
+
+    def _tell(self, row: _Active, token: int, logprobs: list[mx.array], i: int) -> Event | None:
         """Make `token` the row's pending one; None if an earlier attempt has given it out."""
         forced = bool(row.forced)
         if forced:

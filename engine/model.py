@@ -26,7 +26,7 @@ from engine.profile import find
 from store.codec.classes import is_transient
 from store.codec.fingerprint import fingerprint
 from store.codec.header import CodecError
-from store.codec.layout import Layout, walk
+from store.codec.layout import Layout, position, walk
 from store.codec.transient import NullKVCache
 
 Caches = list[Any]
@@ -109,20 +109,37 @@ class Model:
         something meaningless with `logits=False`. `arguments` go to the language model (embeddings
         with images among them, for instance).
         """
-        extra: dict[str, Any] = dict(arguments or {})
-        if self.mrope:
-            # A prompt's positions stay on the module and would be taken for the next prompt's.
-            self.lm._position_ids = None
-            extra["rope_deltas"] = mx.array(list(rope_deltas), dtype=mx.int32)[:, None]
+        extra = {**self.arguments(rope_deltas), **(arguments or {})}
         if not logits and self._skip_logits:
             extra["skip_logits"] = True
         output = self.lm(ids, cache=caches, **extra)
         return output.logits
 
+    def check_position(self, caches: Caches, tokens: int) -> None:
+        """Raise `CodecError` when `caches` hold another number of tokens than `tokens`."""
+        found = position(self._unmeasured, caches)
+        if found is not None and found != tokens:
+            raise CodecError(f"the caches hold {found} tokens instead of {tokens}")
+
+    def arguments(self, rope_deltas: Sequence[int]) -> dict[str, Any]:
+        """What every call of the language model needs beside tokens and caches."""
+        if not self.mrope:
+            return {}
+        # A prompt's positions stay on the module and would be taken for the next prompt's.
+        self.lm._position_ids = None
+        return {"rope_deltas": mx.array(list(rope_deltas), dtype=mx.int32)[:, None]}
+
     def check_classes(self, caches: Caches) -> None:
         """Raise `CodecError` when `caches` are not built as this model's own are."""
         for _ in self._unmeasured.match(caches):
             pass
+
+    @functools.cached_property
+    def verifying(self) -> Batching:
+        """Whether proposed tokens may be verified together on this device, measured once."""
+        from engine.speculate import probe_verify
+
+        return probe_verify(self)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside the vocabulary: MLX would read beyond the table."""

@@ -105,14 +105,20 @@ def probe(model: Model) -> Batching:
         return Batching(f"a merged row comes out changed: {error}", tokens=length)
     pairs = [(expected[row][i], found[i][row]) for i in range(STEPS) for row in range(2)]
     pairs.append((expected[0][STEPS], last[0]))
-    noise = max(_number(mx.max(mx.abs(a - b))) for a, b in pairs)
-    spread = max(_number(mx.max(a) - mx.min(a)) for a, _ in pairs)
+    noise, spread = largest(pairs)
     if not noise <= TOLERANCE * spread:  # also where either is not a number
         reason = (
             f"merged rows differ from single ones by {noise:.3g} of a logit range of {spread:.3g}"
         )
         return Batching(reason, noise, spread, length)
     return Batching("", noise, spread, length)
+
+
+def largest(pairs: Sequence[tuple[mx.array, mx.array]]) -> tuple[float, float]:
+    """The largest difference within the pairs of logits, and the widest range of the first ones."""
+    wide = [(a.astype(mx.float32), b.astype(mx.float32)) for a, b in pairs]
+    noise = max(_number(mx.max(mx.abs(a - b))) for a, b in wide)
+    return noise, max(_number(mx.max(a) - mx.min(a)) for a, _ in wide)
 
 
 def _step(model: Model, caches: Caches, tokens: Sequence[int]) -> mx.array:

@@ -1,0 +1,286 @@
+"""Speculation changes how many forwards an answer takes, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from architectures import Part as Conversation
+from architectures import build, prompt_of
+from mlx.utils import tree_flatten
+
+from engine.decode import Batch, Event, Row
+from engine.errors import ModelError
+from engine.model import Model
+from engine.prefill import Prefill
+from engine.sampling import SamplingParams
+from engine.solo import answer
+from engine.speculate import LONGEST, Drafter, MtpDrafter, NgramDrafter
+
+# Every way of rolling back: rows, rings, pools with recurrent state, packed rows, index keys.
+NAMES = ["llama", "gemma3", "glm5_next", "qwen3_5", "minimax_m3", "deepseek_v4", "llama_kv8"]
+TALK = Conversation("talk", 83, 26)
+
+
+class Script:
+    """Proposes the known answer, wrong at every third place."""
+
+    name = "script"
+    hidden = False
+
+    def __init__(self, known: Sequence[int], wrong: int = 3) -> None:
+        self.known = list(known)
+        self.wrong = wrong
+        self.at = 0
+        self.undone = 0
+
+    def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
+        self.at = self.known.index(pending) + 1
+
+    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
+        found = self.known[self.at : self.at + count]
+        return [
+            token if (self.at + i) % self.wrong else (token + 1) % 400
+            for i, token in enumerate(found)
+        ]
+
+    def settle(
+        self,
+        ids: Sequence[int],
+        drafted: Sequence[int],
+        new: Sequence[int],
+        hidden: mx.array | None,
+    ) -> None:
+        self.at += len(new)
+
+    def abort(self) -> None:
+        self.undone += 1
+
+
+def drain(batch: Batch) -> dict[int, list[Event]]:
+    events: dict[int, list[Event]] = {}
+    while len(batch):
+        for event in batch.step():
+            events.setdefault(event.uid, []).append(event)
+    return events
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
+def row(model: Model, ids: list[int], params: SamplingParams, **extra: Any) -> Row:
+    return Row(Prefill(model, ids, chunk=64).run(), ids[:-1], ids[-1:], params, **extra)
+
+
+def plain(model: Model, ids: list[int], params: SamplingParams) -> list[Event]:
+    batch = Batch(model, 1)
+    batch.add(row(model, ids, params))
+    return drain(batch)[1]
+
+
+def distinct(model: Model, name: str) -> tuple[list[int], list[int]]:
+    """A prompt whose first answer tokens differ, as the script finds its place by them."""
+    for seed in range(50):
+        ids = prompt_of(f"{name} {seed}", TALK)
+        known = tokens(plain(model, ids, SamplingParams(max_tokens=26)))
+        if known.index(known[0]) == 0 and known.count(known[0]) == 1:
+            return ids, known
+    raise AssertionError("no prompt with a varied answer")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_answer_and_the_state_are_those_of_single_steps(name: str) -> None:
+    model = build(name)
+    ids, known = distinct(model, name)
+    batch = Batch(model, 1, drafter=Script(known), depth=4)
+    batch.add(row(model, ids, SamplingParams(max_tokens=26)))
+    events = drain(batch)[1]
+    assert tokens(events) == known
+    assert [event.position for event in events] == list(range(83, 109))
+    last = events[-1]
+    assert last.ids == ids + known[:-1]
+    assert last.pending == known[-1:]
+    assert last.caches is not None
+    model.check_position(last.caches, len(last.ids))
+    facts = batch.facts["speculation"]
+    assert facts["accepted"] > 10
+    assert batch.facts["steps"] == 26 - facts["accepted"]
+    more = last.pending + prompt_of("more", Conversation("more", 15, 0))
+    batch = Batch(model, 1)
+    batch.add(Row(last.caches, last.ids, more, SamplingParams(max_tokens=8)))
+    lengths = [64, 18, *[1] * 26, 15]
+    resumed = answer(model, last.ids + more, lengths, SamplingParams(max_tokens=8))
+    assert tokens(drain(batch)[1]) == resumed.tokens
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_an_end_inside_a_block_keeps_nothing_beyond_it(place: int) -> None:
+    model = build("glm5_next")
+    ids, known = distinct(model, "glm5_next")
+    stop = known[place]
+    place = known.index(stop)
+    for params in (
+        SamplingParams(max_tokens=26, stop_ids=frozenset({stop})),
+        SamplingParams(max_tokens=place + 1),
+    ):
+        batch = Batch(model, 1, drafter=Script(known, wrong=100), depth=LONGEST)
+        batch.add(row(model, ids, params))
+        events = drain(batch)[1]
+        assert tokens(events) == known[: place + 1]
+        assert events[-1].ids == ids + known[:place]
+        assert events[-1].pending == [stop]
+        assert events[-1].caches is not None
+        model.check_position(events[-1].caches, len(ids) + place)
+
+
+def test_rows_join_and_leave_a_speculating_one(small: Model) -> None:
+    ids, known = distinct(small, "small")
+    rng = random.Random(6)
+    other = [rng.randrange(2, 512) for _ in range(40)]
+    batch = Batch(small, 2, drafter=Script(known), depth=3)
+    uid = batch.add(row(small, ids, SamplingParams(max_tokens=26)))
+    found: dict[int, list[Event]] = {uid: [], uid + 1: []}
+    for _ in range(3):
+        found[uid] += batch.step()
+    batch.add(row(small, other, SamplingParams(max_tokens=4)))
+    for each, events in drain(batch).items():
+        found[each] += events
+    assert tokens(found[uid]) == known
+    assert tokens(found[uid + 1]) == tokens(plain(small, other, SamplingParams(max_tokens=4)))
+    assert set(batch.facts["widths"]) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3),
+        SamplingParams(max_tokens=20, repetition_penalty=1.3, presence_penalty=0.5, top_logprobs=2),
+    ],
+)
+def test_every_way_of_choosing_is_kept(small: Model, params: SamplingParams) -> None:
+    for seed in range(9):
+        ids = prompt_of(f"choice {seed}", TALK)
+        expected = plain(small, ids, params)
+        known = tokens(expected)
+        if known.count(known[0]) > 1:
+            continue
+        batch = Batch(small, 1, drafter=Script(known), depth=3)
+        batch.add(row(small, ids, params))
+        events = drain(batch)[1]
+        assert tokens(events) == known
+        for a, b in zip(events, expected, strict=True):
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+        assert batch.facts["speculation"]["accepted"] > 5
+        return
+    raise AssertionError("no prompt with a varied answer")
+
+
+def test_a_retry_feeds_what_was_given_out_first(small: Model) -> None:
+    ids, known = distinct(small, "small")
+    batch = Batch(small, 1, drafter=Script(known), depth=3)
+    batch.add(row(small, ids, SamplingParams(max_tokens=26), emitted=known[:7]))
+    assert tokens(drain(batch)[1]) == known[7:]
+
+
+def test_a_model_that_cannot_roll_back_says_so() -> None:
+    model = build("kimi_linear")
+    ids, known = distinct(model, "kimi_linear")
+    batch = Batch(model, 1, drafter=Script(known))
+    batch.add(row(model, ids, SamplingParams(max_tokens=26)))
+    assert tokens(drain(batch)[1]) == known
+    facts = batch.facts["speculation"]
+    assert "verification fails" in facts["reason"]
+    assert facts["rounds"] == 0
+
+
+def test_a_failing_drafter_ends_its_row_only(small: Model) -> None:
+    ids, known = distinct(small, "small")
+
+    class Broken(Script):
+        def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
+            raise RuntimeError("broken drafter")
+
+    drafter = Broken(known)
+    batch = Batch(small, 1, drafter=drafter)
+    batch.add(row(small, ids, SamplingParams(max_tokens=26)))
+    events = drain(batch)[1]
+    assert events[-1].finish == "error"
+    assert events[-1].error == "broken drafter"
+    assert drafter.undone == 1
+
+
+def test_a_drafter_that_is_wrong_rests(small: Model) -> None:
+    ids, known = distinct(small, "small")
+    params = SamplingParams(max_tokens=60)
+    expected = tokens(plain(small, ids, params))
+    batch = Batch(small, 1, drafter=Script(expected, wrong=1), depth=2)
+    batch.add(row(small, ids, params))
+    assert tokens(drain(batch)[1]) == expected
+    facts = batch.facts["speculation"]
+    assert (facts["rounds"], facts["accepted"]) == (16, 0)
+    assert known == expected[:26]
+
+
+def test_ngrams_find_what_followed_before() -> None:
+    drafter = NgramDrafter(longest=3, shortest=2)
+    drafter.begin([1, 2, 3, 4, 5, 9, 1, 2], 3, None)
+    assert drafter.propose([], 3, 3) == [4, 5, 9]
+    drafter.settle([], [4, 5, 9], [4, 7], None)
+    assert drafter.propose([], 7, 3) == []
+    drafter.settle([], [], [3, 4], None)
+    assert drafter.propose([], 4, 1) == [7]
+
+
+def test_ngrams_pay_where_an_answer_repeats(default_model: Model, tokenizer: Any) -> None:
+    text = "one apple, two pears, three plums, four figs, five limes, "
+    ids = tokenizer.encode((text * 4).rstrip(), add_special_tokens=False)
+    params = SamplingParams(max_tokens=24)
+    expected = tokens(plain(default_model, ids, params))
+    batch = Batch(default_model, 1, drafter=NgramDrafter(), depth=4)
+    batch.add(row(default_model, ids, params))
+    assert tokens(drain(batch)[1]) == expected
+    facts = batch.facts
+    assert facts["speculation"]["acceptance"] > 0.8
+    assert facts["steps"] < 12
+
+
+def test_the_models_own_head_drafts() -> None:
+    from mlx_vlm.speculative.drafters.glm5_next_mtp import config as configs
+    from mlx_vlm.speculative.drafters.glm5_next_mtp.glm5_next_mtp import Glm5NextMTPDraftModel
+
+    model = build("glm5_next")
+    head = Glm5NextMTPDraftModel(configs.Glm5NextMTPConfig(text_config=model.lm.args, block_size=3))
+    mx.random.seed(8)
+    head.load_weights(
+        [
+            (k, 1 + mx.zeros(v.shape) if "norm" in k else 0.1 * mx.random.normal(v.shape))
+            for k, v in tree_flatten(head.parameters())
+        ],
+        strict=False,
+    )
+    drafter: Drafter = MtpDrafter(model, head)
+    batch = Batch(model, 2, drafter=drafter, depth=2)
+    ids, known = distinct(model, "glm5_next")
+    second = prompt_of("second", TALK)
+    a = batch.add(row(model, ids, SamplingParams(max_tokens=26)))
+    first = [event for _ in range(4) for event in batch.step()]
+    b = batch.add(row(model, second, SamplingParams(max_tokens=5)))
+    rest = drain(batch)
+    assert tokens(first + rest[a]) == known
+    assert tokens(rest[b]) == tokens(plain(model, second, SamplingParams(max_tokens=5)))
+    facts = batch.facts["speculation"]
+    assert facts["reason"] == ""
+    assert facts["drafted"] >= 20
+
+
+def test_what_is_no_head_is_refused(small: Model, tmp_path: Any) -> None:
+    with pytest.raises(ModelError, match="no drafter can be loaded"):
+        MtpDrafter.load(small, tmp_path)
+    with pytest.raises(ModelError, match="no multi-token-prediction head"):
+        MtpDrafter(small, object())
+    with pytest.raises(ValueError, match="proposed"):
+        Batch(small, 1, drafter=NgramDrafter(), depth=LONGEST + 1)
