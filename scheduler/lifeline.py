@@ -42,11 +42,14 @@ def watch(on_end: Callable[[], None] | None = None) -> bool:
     return True
 
 
-def main(command: list[str], keep: Sequence[int] = ()) -> int:
+def main(
+    command: list[str], keep: Sequence[int] = (), linger: Callable[[], None] = lambda: None
+) -> int:
     """Run `command`, forward SIGTERM and SIGINT to it, and end with its status.
 
-    `keep` are descriptors that the command inherits. A status above 128 names the signal that
-    ended it, as in a shell.
+    `keep` are descriptors that the command inherits. When the parent is gone, the command is
+    stopped as soon as `linger` returns. A status above 128 names the signal that ended it, as in
+    a shell.
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
@@ -57,13 +60,17 @@ def main(command: list[str], keep: Sequence[int] = ()) -> int:
         else:
             child.send_signal(number)
 
+    def end() -> None:
+        linger()
+        forward(signal.SIGTERM)
+
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGINT, forward)
     environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
     child = subprocess.Popen(command, pass_fds=keep, env=environment)
     for number in early:
         child.send_signal(number)
-    watch(lambda: forward(signal.SIGTERM))
+    watch(end)
     status = child.wait()
     return status if status >= 0 else 128 - status
 

@@ -189,13 +189,24 @@ def _short(error: BaseException) -> str:
     return str(error).splitlines()[0][:160] if str(error) else type(error).__name__
 
 
+def _linger(config: Config) -> None:
+    """Wait for the workers to hand their jobs back: they, too, end with the supervisor."""
+    end = time.monotonic() + config.jobs.drain_seconds + _PATIENCE
+    try:
+        with redis.Redis.from_url(config.redis_url, socket_timeout=5) as client:
+            while time.monotonic() < end and client.info("clients")["connected_clients"] > 1:
+                time.sleep(0.1)
+    except (redis.RedisError, OSError):
+        pass  # it is ending already
+
+
 def main() -> int:
     """Run our server until the supervisor ends it or ends itself."""
     try:
         config = load()
         binary = find()
         lock = acquire(config)
-        return lifeline.main(command(config, binary), keep=[lock])
+        return lifeline.main(command(config, binary), [lock], lambda: _linger(config))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIGURATION

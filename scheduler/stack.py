@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
@@ -87,9 +88,16 @@ class Stack:
             return {}
 
     def stop(self) -> None:
-        """Stop every process and give the data directory up."""
+        """Stop every process and give the data directory up. Harmless when called twice."""
         try:
             self.supervisor.stop()
+            # A process that was killed left its socket.
+            sockets = {"redis": self.config.redis_socket, "decode": self.config.store_socket}
+            for service in self.supervisor.services:
+                if service.name in sockets:
+                    sockets[service.name].unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a worker of its own may use it
+                self.config.runtime_dir.rmdir()
         finally:
             self._http.close()
             self._redis.close()

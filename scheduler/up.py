@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from scheduler import data_dir, model_files, redis_server
 from scheduler.config import Config, ConfigError, load, resolved_environment
-from scheduler.stack import ROLES, Stack, StackFailed, check_port
+from scheduler.stack import REDIS_SECONDS, ROLES, Stack, StackFailed, check_port
 
 _UP = """\
 Run Tandem on this machine: Redis (unless REDIS_URL names one), the API, one prefill worker and one
@@ -125,7 +125,7 @@ def run_worker(args: argparse.Namespace) -> int:
     config = config_from(args)
     data_dir.prepare(config)
     try:
-        redis_server.probe(config.redis_url, 5.0)
+        redis_server.probe(config.redis_url, REDIS_SECONDS)
     except redis_server.RedisUnavailable as error:
         raise ConfigError(str(error)) from None
     config = fetch_model(config, Console(stderr=True, highlight=False))
@@ -136,12 +136,15 @@ def run_worker(args: argparse.Namespace) -> int:
 def fetch_model(config: Config, console: Console) -> Config:
     """Make sure of the model's files, with a progress bar while that takes time."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage, total=total or None)
+                if not shown:
+                    console.print(f"model    {config.model_name}: {stage}")
             bar.update(tasks[stage], completed=done, total=total or None)
 
         return model_files.ensure(config, show)

@@ -1,0 +1,40 @@
+"""A model directory that loads within a second: random weights, a small real tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "scheduler"))
+from api_kit import make_model_dir
+
+
+def make_tiny_model(path: Path, *, seed: int = 5) -> Path:
+    """Write a llama of two layers with a context of 4,096 tokens; returns `path`."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_vlm.models.llama.config import ModelConfig
+    from mlx_vlm.models.llama.language import LanguageModel
+
+    make_model_dir(path)
+    file = path / "config.json"
+    config = {
+        **json.loads(file.read_text()),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    }
+    file.write_text(json.dumps(config))
+    mx.random.seed(seed)
+    weights = {
+        name: 1 + mx.zeros(leaf.shape) if "norm" in name else 0.3 * mx.random.normal(leaf.shape)
+        for name, leaf in tree_flatten(LanguageModel(ModelConfig.from_dict(config)).parameters())
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    return path
