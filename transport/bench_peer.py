@@ -12,6 +12,7 @@ import struct
 import sys
 
 from store.codec.header import Piece
+from transport.epochs import Epochs
 from transport.protocol import Offer
 from transport.receiver import Receiver
 from transport.sink import Grant, Refusal
@@ -65,7 +66,9 @@ def main() -> None:
     setting = json.loads(sys.stdin.readline())
     arena = Arena(setting["nbytes"])
     listener = socket.create_server(("127.0.0.1", 0))
-    receiver = Receiver("127.0.0.1", 0, bytes.fromhex(setting["secret"]), arena, 20.0)
+    epochs = _epochs(setting["redis"]) if setting["redis"] else None
+    secret = bytes.fromhex(setting["secret"])
+    receiver = Receiver("127.0.0.1", 0, secret, arena, 20.0, epochs=epochs)
     print(json.dumps({"raw": listener.getsockname()[1], "link": receiver.address[1]}), flush=True)
     listener.settimeout(20)
     sock, _ = listener.accept()
@@ -86,6 +89,16 @@ def main() -> None:
         sock.close()
         listener.close()
         receiver.close()
+        if epochs is not None:
+            epochs.stop()
+
+
+def _epochs(url: str) -> Epochs:
+    import redis
+
+    epochs = Epochs(redis.Redis.from_url(url), "bench-receiver")
+    epochs.start()
+    return epochs
 
 
 if __name__ == "__main__":

@@ -31,8 +31,12 @@ def test_small_sizes_give_all_rates(
     assert arguments.run(arguments) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["mb"] for row in result["sizes"]] == [1, 9]
-    assert result["path"] == "tcp"
-    assert {"tcp_vs_raw", "tcp_vs_safetensors", "tail_vs_share", "prefill_slowdown"} <= set(
-        result["ratios"]
-    )
+    assert result["rdma"]["measured"]
+    assert set(result["ratios"]) == {
+        "tcp_vs_raw",
+        "tcp_vs_safetensors",
+        "rdma_vs_bare",
+        "tail_vs_share",
+        "prefill_slowdown",
+    }
     assert all(value > 0 for value in result["ratios"].values())
