@@ -18,7 +18,7 @@ from scheduler.config import Config
 from scheduler.execution import Execution, Finished
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
-from store.errors import StoreGap
+from store.errors import StoreError, StoreGap
 from store.store import Store
 from worker_decode.answers import Answer, sampling
 from worker_decode.hot import Held, Hot
@@ -70,6 +70,7 @@ class Engine:
         self._saving: set[str] = set()
         self._saved: deque[Saved] = deque()
         self._committed: set[str] = set()
+        self._uncommitted: dict[str, Execution] = {}
         self._unrecorded: deque[str] = deque()
         self._lock = threading.Lock()
         self._next_look = 0.0
@@ -104,6 +105,8 @@ class Engine:
             self._starts.give_back(start)
             raise JobError(str(error)) from error
         self._answers[uid] = Answer(execution, job, start)
+        if start.held is not None:
+            self._forget(start.held.turn)  # it is this row's now
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
 
     def step(self) -> list[Finished]:
@@ -144,6 +147,15 @@ class Engine:
         left = len(self._hot)
         log.info("drained; %d conversations could not be saved", left)
 
+    def budget(self) -> tuple[int, int, float]:
+        """Bytes for state that waits here, of an empty state, and per token. Any thread.
+
+        Prefills are begun only for what fits; idle conversations give way, so they do not count.
+        """
+        layout, span = self._model.layout, 4096
+        fixed = layout.state_bytes(0)
+        return self._memory.limit, fixed, (layout.state_bytes(span) - fixed) / span
+
     def facts(self) -> dict[str, Any]:
         """What this node says of itself."""
         return {
@@ -181,6 +193,8 @@ class Engine:
     def _keep(self, answer: Answer, event: Event) -> None:
         assert event.caches is not None
         start = answer.start
+        with self._lock:
+            self._uncommitted[answer.job.id] = answer.execution
         self._hot.put(
             Held(
                 turn=answer.job.id,
@@ -206,24 +220,25 @@ class Engine:
                 {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
             ],
         }
-        turn = compose(
-            answer.job,
-            self._store,
-            fingerprint=self._model.fingerprint,
-            output=[item],
-            output_ids=answer.ids,
-            schedule=event.schedule,
-            usage=answer.usage(),
-            status=status,
-            finish=str(event.finish),
-        )
         try:
+            turn = compose(
+                answer.job,
+                self._store,
+                fingerprint=self._model.fingerprint,
+                output=[item],
+                output_ids=answer.ids,
+                schedule=event.schedule,
+                usage=answer.usage(),
+                status=status,
+                finish=str(event.finish),
+            )
             self._store.put_turn(turn)
         except BaseException:
-            self._unrecorded.append(turn.id)
+            self._unrecorded.append(answer.job.id)
             raise
         with self._lock:
-            self._committed.add(turn.id)
+            if self._uncommitted.pop(turn.id, None) is not None:
+                self._committed.add(turn.id)
 
     # --- conversations between turns -----------------------------------------------------------
 
@@ -244,7 +259,7 @@ class Engine:
         every_turn = self._config.store.save == "turn"
         idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
         if not idle and (self._memory.wanted or self._memory.used > self._memory.limit):
-            idle = self._hot.turns()[:1]
+            idle = self._hot.turns()
         for turn in idle:
             if not self._saver.room:
                 return False
@@ -286,6 +301,10 @@ class Engine:
                 )  # fmt: skip
             if held is not None:  # else it was continued meanwhile
                 self._forget(saved.turn)
+        with self._lock:  # those of a lost run are never committed
+            lost = [turn for turn, run in self._uncommitted.items() if run.lost]
+        for turn in lost:
+            self._forget(turn)
         while self._unrecorded:
             self._forget(self._unrecorded.popleft())
 
@@ -293,7 +312,7 @@ class Engine:
         """Whether a state that could not be written stays in memory for another attempt."""
         if isinstance(error, StoreGap):
             held.stored, held.base = 0, None  # what it built upon was evicted: write all of it
-        elif self._store.get_turn(held.turn) is None:
+        elif not self._is_stored(held.turn):
             return False  # deleted meanwhile
         elif self._memory.wanted or self._memory.used > self._memory.limit:
             return False  # its token ids are durable: it will be computed again
@@ -301,10 +320,17 @@ class Engine:
             held.used = time.monotonic() + _RETRY
         return True
 
+    def _is_stored(self, turn: str) -> bool:
+        try:
+            return self._store.get_turn(turn) is not None
+        except StoreError:
+            return False
+
     def _forget(self, turn: str) -> None:
         self._hot.take(turn)
         with self._lock:
             self._committed.discard(turn)
+            self._uncommitted.pop(turn, None)
 
 
 __all__ = ["Engine", "SendBack"]

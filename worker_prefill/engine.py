@@ -10,8 +10,10 @@ from engine.model import Model
 from engine.prefill import Prefill, append_schedule
 from scheduler.execution import Execution
 from scheduler.record import Job
+from scheduler.runs import Cancelled, Preempted
 from store.codec.pack import Exporter
 from worker_prefill.handoff import Links
+from worker_prefill.parked import Parked
 
 log = logging.getLogger("tandem.prefill")
 
@@ -19,11 +21,20 @@ log = logging.getLogger("tandem.prefill")
 class Engine:
     """What `PrefillLoop` drives; used on the thread that loaded the model."""
 
-    def __init__(self, model: Model, links: Links, chunk: int = 0) -> None:
-        """`chunk` is the number of tokens per forward pass, 0 for the device's own."""
+    def __init__(
+        self, model: Model, links: Links, chunk: int = 0, parked: Parked | None = None
+    ) -> None:
+        """`chunk` is the number of tokens per forward pass, 0 for the device's own. `parked`
+        bounds what is kept of unfinished prompts; nothing without it."""
         self._model = model
         self._links = links
+        self._parked = Parked(0, 0, 0.0) if parked is None else parked
         self.chunk = chunk or model.device.chunk
+
+    @property
+    def parks(self) -> int:
+        """How many unfinished prompts are kept; tells the loop that it may interrupt one."""
+        return self._parked.limit
 
     def prefill(
         self, execution: Execution, job: Job, check: Callable[[int], None]
@@ -32,10 +43,11 @@ class Engine:
 
         Finished blocks leave while the next chunk is computed. `check` is called at every chunk
         boundary and may raise. Returns what finishes the hand-off, to be called on any thread.
+        A prompt that was interrupted, or begins like one that was, goes on from there.
         """
         ids = job.prompt_ids
         stop = len(ids) - 1
-        run = Prefill(self._model, ids, chunk=self.chunk)
+        run, schedule = self._begin(ids)
         if not stop:
             return lambda: {"path": "none", "reason": "a prompt of one token has no state to move"}
         layout = self._model.layout
@@ -49,8 +61,10 @@ class Engine:
         if handoff.hopeless:
             return handoff.give_up  # a state that nobody takes is not computed
         exporter = Exporter(layout, ids)
-        schedule: list[list[int]] = []
+        begun_at = run.position
         try:
+            if run.position:
+                handoff.send(exporter.rows(run.caches, run.position, last=not run.remaining))
             while run.remaining:
                 check(run.position)
                 start, end = run.step()
@@ -60,5 +74,24 @@ class Engine:
             snapshot = exporter.snapshot(run.caches, {"schedule": schedule, "rope_delta": 0})
         except BaseException as error:
             handoff.abandon(f"prefill stopped: {type(error).__name__}")
+            if isinstance(error, Preempted | Cancelled):
+                self._parked.put(run, layout.state_bytes(run.position))
             raise
-        return lambda: {**handoff.finish(snapshot), "schedule": schedule}
+        return lambda: {
+            **handoff.finish(snapshot),
+            "schedule": schedule,
+            "computed_tokens": stop - begun_at,
+        }
+
+    def _begin(self, ids: list[int]) -> tuple[Prefill, list[list[int]]]:
+        """A prefill of `ids` from the longest parked beginning, and the forwards that made it."""
+        kept = self._parked.take(ids)
+        if kept is None:
+            return Prefill(self._model, ids, chunk=self.chunk), []
+        log.info("going on from token %d of %d", kept.position, len(ids))
+        run = Prefill(self._model, ids, kept.position, kept.caches, self.chunk)
+        schedule: list[list[int]] = []
+        for length in kept.schedule:
+            append_schedule(schedule, length)
+        run.schedule = list(kept.schedule)
+        return run, schedule

@@ -20,6 +20,7 @@ from scheduler.role import run_role
 from store.codec.header import CodecError
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
+from worker_prefill.parked import Parked
 
 log = logging.getLogger("tandem.prefill")
 
@@ -45,7 +46,11 @@ def run(config: Config, model_dir: Path) -> int:
         model = load_model(model_dir, prepare())
         log.info("state: %s", model.layout.describe())
         links = Links(Nodes(connect(config.redis_url)), config.link, config.node)
-        engine = Engine(model, links, config.prefill.chunk)
+        # An eighth of what MLX may keep resident is for prompts that were interrupted.
+        parked = Parked(
+            config.jobs.max_parked, model.device.working_set_bytes // 8, config.jobs.parked_seconds
+        )
+        engine = Engine(model, links, config.prefill.chunk, parked)
         loop = PrefillLoop(
             config.redis_url,
             engine,
