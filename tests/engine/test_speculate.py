@@ -238,7 +238,7 @@ def test_ngrams_find_what_followed_before() -> None:
 def test_ngrams_pay_where_an_answer_repeats(default_model: Model, tokenizer: Any) -> None:
     text = "one apple, two pears, three plums, four figs, five limes, "
     ids = tokenizer.encode((text * 4).rstrip(), add_special_tokens=False)
-    params = SamplingParams(max_tokens=24)
+    params = SamplingParams(max_tokens=16)
     expected = tokens(plain(default_model, ids, params))
     batch = Batch(default_model, 1, drafter=NgramDrafter(), depth=4)
     batch.add(row(default_model, ids, params))
