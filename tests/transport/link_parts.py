@@ -153,9 +153,15 @@ def link_threads() -> list[str]:
 class Peer:
     """A helper process of these tests, spoken to by lines."""
 
-    def __init__(self, role: str, *arguments: object) -> None:
+    def __init__(
+        self,
+        role: str,
+        *arguments: object,
+        program: str = "link_peer.py",
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(HERE / "link_peer.py"), role, *map(str, arguments)],
+            [*prefix, sys.executable, "-P", str(HERE / program), role, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,  # so that select sees every line that is there
