@@ -163,7 +163,9 @@ class Starts:
         default plan for everything, where they are not known or do not fit.
         """
         if not start and job.handoff is not None and job.handoff.get("schedule"):
-            return expand_schedule(job.handoff["schedule"])  # of the state that had arrived
+            lengths = expand_schedule(job.handoff["schedule"])  # of the state that had arrived
+            if sum(lengths) == len(ids) - 1:
+                return lengths
         try:
             turn = self._store.get_turn(job.previous) if job.previous else None
             past = self._store.turn_ids(turn.id) if turn is not None else []
