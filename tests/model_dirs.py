@@ -11,7 +11,7 @@ from api_kit import make_model_dir
 
 
 def make_tiny_model(path: Path, *, seed: int = 5) -> Path:
-    """Write a llama of two layers with a context of 4,096 tokens; returns `path`."""
+    """Write a llama of four layers with a context of 4,096 tokens; returns `path`."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.models.llama.config import ModelConfig
@@ -22,10 +22,10 @@ def make_tiny_model(path: Path, *, seed: int = 5) -> Path:
     config = {
         **json.loads(file.read_text()),
         "hidden_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "intermediate_size": 128,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e4,
         "tie_word_embeddings": True,

@@ -1,0 +1,42 @@
+"""Fixtures of the workers' tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decode_kit import tiny
+from model_dirs import make_tiny_model
+
+from engine.device import prepare
+from engine.model import Model, load
+from engine.text import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("workers") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def loaded(model_path: Path) -> Model:
+    """A tiny model from files."""
+    return load(model_path, prepare())
+
+
+@pytest.fixture(scope="session")
+def words(model_path: Path) -> Any:
+    """Its tokenizer."""
+    return load_tokenizer(model_path)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Model:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="session", params=["llama", "gemma3", "qwen3_next", "glm5_next"])
+def model(request: pytest.FixtureRequest) -> Model:
+    """Plain rows; a sliding window; recurrent state beside rows; pooled rows."""
+    return tiny(request.param)
