@@ -219,8 +219,9 @@ class Layout:
     def state_bytes(self, tokens: int) -> int:
         """Bytes of a whole state of `tokens` tokens: rows exactly, overwritten state estimated.
 
-        For GLM-5.3-Flash: 147,619,840 + 11 (1,025 + 256/k) n, k the index pool. State that
-        follows the sequence (rings, windows) is scaled from the list the layout was built of.
+        For GLM-5.3-Flash: 147,619,840 + 11 (1,025 + 256/k) n, k the index pool; the tokens of
+        a pool that is not full yet come on top. State that follows the sequence (rings,
+        windows) is scaled from the list the layout was built from.
         """
         return self.rows_bytes(0, tokens) + sum(
             _scaled(slot, self.tokens, tokens) for slot in self.slots
@@ -322,7 +323,10 @@ def _width(array: mx.array | None, axis: int) -> Width | None:
 
 
 def _scaled(slot: Slot, probed: int, tokens: int) -> int:
-    if slot.window == 0 or not probed:
+    if slot.window is not None and slot.window == 0:
+        # State of a fixed shape; what has a free axis is the rest of a pool not yet full.
+        return 0 if slot.kind.free_axes else slot.state_bytes
+    if not probed:
         return slot.state_bytes
     limit = tokens if slot.window is None else min(tokens, slot.window)
     seen = probed if slot.window is None else min(probed, slot.window)
