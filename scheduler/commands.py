@@ -350,7 +350,9 @@ def _stage(facts: dict[str, Any]) -> str:
 def _place(facts: dict[str, Any]) -> str:
     if facts["stage"] == "queued":
         before = facts["queue_position"]
-        return "next" if before == 0 else f"{before} before" if before else ""
+        place = "next" if before == 0 else f"{before} before" if before else ""
+        start = facts["predicted_start_s"]
+        return f"{place}, in about {start:.0f} s" if place and start >= 1 else place
     if facts["stage"] == "prefilling":
         return f"{100 * facts['prefill']['done'] // max(1, facts['prefill']['total'])} %"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class Fault(Exception):
 
     `message` is one line with cause and cure and holds no path, secret or traceback. `param` is
     the field at fault, `code` a word for programs. `retry` is False where sending the same
-    request again cannot help or would repeat work.
+    request again cannot help or would repeat work. `after`: seconds to wait before that.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Fault(Exception):
         code: str | None = None,
         param: str | None = None,
         retry: bool | None = None,
+        after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -58,6 +60,7 @@ class Fault(Exception):
         self.code = code
         self.param = param
         self.retry = retry
+        self.after = after
 
     def body(self, path: str = "") -> dict[str, Any]:
         """The JSON body of the answer, as clients of the API at `path` expect it."""
@@ -77,7 +80,7 @@ class Fault(Exception):
         """Headers that tell a client whether and when to try again."""
         headers: dict[str, str] = {}
         if self.status in (429, 503):
-            headers["Retry-After"] = str(RETRY_SECONDS)
+            headers["Retry-After"] = str(math.ceil(self.after or RETRY_SECONDS))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.retry is not None:

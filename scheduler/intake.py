@@ -200,7 +200,7 @@ def _submit(backend: Backend, job: NewJob) -> Accepted:
     except IdempotencyConflict as error:
         raise Fault(409, str(error), code="idempotency_conflict", retry=False) from error
     except QueueFull as error:
-        raise Fault(429, str(error), code="queue_full") from error
+        raise Fault(429, str(error), code="queue_full", after=error.retry_after) from error
 
 
 def _known(backend: Backend, response: str, model: str, digest: str) -> Accepted | None:

@@ -54,11 +54,9 @@ def router(backend: Backend) -> APIRouter:
         """An extension: responses by Tandem's own stages, newest first, without their output."""
         states = LIVE if status == "live" else None if status is None else (status,)
         jobs = backend.jobs.list(states, limit)
-        data = []
-        for job in jobs:
-            waits = not job.ended and not job.run
-            shown = response_object(job, backend.jobs.position(job.id) if waits else None)
-            data.append({**shown, "output": []})
+        waiting = {job.queue for job in jobs if not job.ended and not job.run}
+        places = {r: f for queue in waiting for r, f in backend.jobs.forecast(queue).items()}
+        data = [{**response_object(job, places.get(job.id)), "output": []} for job in jobs]
         return {"object": "list", "data": data}
 
     @routes.post("/input_tokens")
@@ -122,8 +120,8 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
 
     def look() -> dict[str, Any]:
         job = find_job(backend, response)
-        waiting = not job.ended and not job.run
-        return response_object(job, backend.jobs.position(response) if waiting else None)
+        waits = not job.ended and not job.run
+        return response_object(job, backend.jobs.forecast_of(response) if waits else None)
 
     return await run_in_threadpool(look)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler.items import answer, message_id, output_items, text_part
-from scheduler.record import Job, Status
+from scheduler.record import Forecast, Job, Status
 
 WIRE_STATUS: dict[Status, str] = {
     "queued": "queued",
@@ -27,8 +27,8 @@ _REASONS = {"length": "max_output_tokens"}
 _TIERS = {"interactive": "priority", "normal": "default", "batch": "flex"}
 
 
-def response_object(job: Job, position: int | None = None) -> dict[str, Any]:
-    """The whole response as it is now; `position` counts the jobs before it in its queue."""
+def response_object(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
+    """The whole response as it is now; `forecast`: its place in its queue while it waits."""
     body = _body(job, WIRE_STATUS[job.status])
     if job.ended:
         body["output"] = output_items(job.id, job.output, job.status)
@@ -42,7 +42,7 @@ def response_object(job: Job, position: int | None = None) -> dict[str, Any]:
         }
     if job.status == "incomplete":
         body["incomplete_details"] = {"reason": _REASONS.get(job.reason, job.reason or "unknown")}
-    body["tandem"] = facts(job, position)
+    body["tandem"] = facts(job, forecast)
     return body
 
 
@@ -107,7 +107,7 @@ def _cached(job: Job, prompt: int) -> int:
     return max(0, min(int(cached), prompt))
 
 
-def facts(job: Job, position: int | None = None) -> dict[str, Any]:
+def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
     """Tandem's own facts about a response: where it is, what it cost, which way it took.
 
     `new_tokens`: prompt tokens that no held state covered; `computed_tokens`: prompt tokens that
@@ -123,7 +123,8 @@ def facts(job: Job, position: int | None = None) -> dict[str, Any]:
     return {
         "stage": job.status,
         "queue": job.queue,
-        "queue_position": position,
+        "queue_position": forecast.place if forecast else None,
+        "predicted_start_s": round(forecast.start, 1) if forecast else None,
         "node": job.node,
         "path": job.path.get("path"),
         "prefill": {"done": prefilled, "total": job.prompt_tokens},

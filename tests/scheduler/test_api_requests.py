@@ -391,3 +391,20 @@ def test_importing_the_api_never_loads_mlx() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_a_long_predicted_wait_is_refused_with_the_time_to_come_back(redis_url: str) -> None:
+    with Stack(redis_url, jobs={"max_wait_seconds": 0.01}) as stack:
+        stack.workers.may_prefill.clear()
+        for _ in range(3):
+            post(stack, {"input": "Hi there " * 50, "background": True})
+        answer = post(stack, {"input": "Hi " * 1000, "service_tier": "priority"})
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "predicted wait" in answer.json()["error"]["message"]
+        rows = httpx.get(f"{stack.url}/v1/responses").json()["data"]
+        starts = sorted(
+            row["tandem"]["predicted_start_s"] for row in rows if row["status"] == "queued"
+        )
+        assert starts == sorted(set(starts)) or starts[0] == 0.0
+        stack.workers.open()
