@@ -114,24 +114,29 @@ class Header:
         return sum(run.nbytes for run in self.runs)
 
     def pack(self) -> bytes:
-        """The header as bytes, prefix included. Raises CodecError beyond MAX_HEADER."""
-        body: bytes = msgpack.packb(
-            [
-                self.version,
-                self.kind,
-                self.fingerprint,
-                self.start,
-                self.stop,
-                self.chain,
-                self.parent,
-                [[run.dtype, run.nbytes] for run in self.runs],
-                _pack_leaves(self.leaves),
-                self.digest,
-                list(self.state),
-                dict(self.provenance),
-                dict(self.extra),
-            ]
-        )
+        """The header as bytes, prefix included. Raises CodecError beyond MAX_HEADER, and for
+        values in `extra` or `provenance` that msgpack has no form for."""
+        fields = [
+            self.version,
+            self.kind,
+            self.fingerprint,
+            self.start,
+            self.stop,
+            self.chain,
+            self.parent,
+            [[run.dtype, run.nbytes] for run in self.runs],
+            _pack_leaves(self.leaves),
+            self.digest,
+            list(self.state),
+            dict(self.provenance),
+            dict(self.extra),
+        ]
+        try:
+            body: bytes = msgpack.packb(fields)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CodecError(
+                f"what travels beside the state must be plain values ({error})"
+            ) from None
         if len(body) + PREFIX.size > MAX_HEADER:
             raise CodecError(
                 f"header of {len(body)} bytes exceeds {MAX_HEADER}: carry less beside the state"

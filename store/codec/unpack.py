@@ -274,7 +274,12 @@ class Importer:
             return None
         rows = self.position // row.ratio
         dtype, shape = told if isinstance(told, list) and len(told) == 2 else (None, [])
-        if dtype not in DTYPES or not _is_shape(shape) or row.axis >= len(shape):
+        if (
+            not isinstance(dtype, str)
+            or dtype not in DTYPES
+            or not _is_shape(shape)
+            or row.axis >= len(shape)
+        ):
             raise CodecError(f"{row.name} has a malformed shape: recompute this state")
         if shape[row.axis] != rows or (target is None and rows):
             raise CodecError(f"{row.name} does not have its {rows} rows: recompute this state")
