@@ -1,9 +1,8 @@
 """Event streams to clients: one reader for all of them, each able to begin anywhere in its log.
 
 A follower gets everything that its response has logged and then what comes, in order, without a
-gap or a repeat. One task reads the logs of all followed responses over one connection, however
-many clients there are; a client that reads too slowly is served from the log again, not from
-memory.
+gap or a repeat. One connection hears the events of all responses, however many clients there
+are; a client that reads too slowly is served from the log again, not from memory.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+import msgpack
 import redis.asyncio
 from redis.exceptions import RedisError
 from starlette.responses import Response
@@ -35,7 +34,10 @@ LOST_AFTER = 30.0
 """Seconds without Redis after which a follower gives up."""
 BACKLOG = 2000
 """Events kept in memory for one follower before it is sent back to the log."""
-_BLOCK_MS = 1000
+CHANNEL = "tandem:live"
+LISTEN_WITHIN = 5.0
+"""Seconds to wait for the connection that hears events, before reading the log without it."""
+RETRY_EVERY = 0.25
 
 
 class LogLost(Exception):
@@ -43,48 +45,62 @@ class LogLost(Exception):
 
 
 class _Follower:
-    __slots__ = ("lagging", "ready", "waiting")
+    """What one client is still to be told. A future of its own wakes it: no timer, no task."""
+
+    __slots__ = ("behind", "heard", "sleeper", "waiting")
 
     def __init__(self) -> None:
         self.waiting: deque[Event] = deque()
-        self.ready = asyncio.Event()
-        self.lagging = False
+        self.sleeper: asyncio.Future[None] | None = None
+        self.behind = False  # the log has something that `waiting` has not
+        self.heard = time.monotonic()
 
     def push(self, new: list[Event]) -> None:
         if len(self.waiting) + len(new) > BACKLOG:
             self.waiting.clear()
-            self.lagging = True
-        if not self.lagging:
+            self.behind = True
+        if not self.behind:
             self.waiting.extend(new)
-        self.ready.set()
+        self.wake()
+
+    def wake(self) -> None:
+        if self.sleeper is not None and not self.sleeper.done():
+            self.sleeper.set_result(None)
+
+    async def sleep(self) -> None:
+        """Until there is something new, or nothing for long."""
+        self.heard = time.monotonic()
+        self.sleeper = asyncio.get_running_loop().create_future()
+        try:
+            await self.sleeper
+        finally:
+            self.sleeper = None
 
 
 class EventHub:
-    """Reads the logs of all followed responses. Lives in one event loop."""
+    """Hears the events of all responses over one connection. Lives in one event loop.
+
+    Events are published in the step that logs them. The log is the truth: a follower reads it
+    first, reads on from it where a number is missing, after a lost connection and after silence.
+    """
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
         self._client = client
-        self._followers: dict[str, set[_Follower]] = {}
-        self._at: dict[str, str] = {}
-        # A stream of our own: an entry in it ends a blocking read, so that a new log is watched.
-        self._bell = f"tandem:api:{secrets.token_hex(8)}"
-        self._bell_at = "0-0"
-        self._some = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._followers: dict[bytes, set[_Follower]] = {}
+        self._wanted = asyncio.Event()
+        self._hearing = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
         self._up_at = time.monotonic()
 
     def start(self) -> None:
-        """Begin to read; call inside the event loop."""
-        self._task = asyncio.create_task(self._run(), name="event-hub")
+        """Begin; call inside the event loop."""
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._rouse())]
 
     async def stop(self) -> None:
-        """Stop reading; followers that are left end with LogLost."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        with contextlib.suppress(RedisError, OSError):
-            await self._client.delete(self._bell)
+        """Stop hearing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def follow(self, response: str, after: int = -1) -> AsyncGenerator[Event | None, None]:
         """Events with a number above `after`, to the terminal one; None after 10 s of silence.
@@ -92,104 +108,116 @@ class EventHub:
         Raises LogLost where the log is gone or Redis stays away.
         """
         me = _Follower()
+        self._followers.setdefault(response.encode(), set()).add(me)
+        self._wanted.set()
         try:
-            await self._join(response, me)
+            # What is logged before we hear is read below; a server that stays away is found there.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hearing.wait(), LISTEN_WITHIN)
+            me.behind = True
             while True:
-                async for event in self._history(response, after):
-                    after = event.seq
-                    yield event
-                    if events.is_terminal(event.data):
-                        return
-                while not me.lagging:
-                    while me.waiting:
-                        event = me.waiting.popleft()
-                        if event.seq <= after:
-                            continue
+                if me.behind:
+                    me.behind = False
+                    async for event in self._logged(response, after):
                         after = event.seq
                         yield event
                         if events.is_terminal(event.data):
                             return
-                    me.ready.clear()
-                    if me.lagging or me.waiting:
-                        continue
-                    try:
-                        await asyncio.wait_for(me.ready.wait(), KEEP_ALIVE)
-                    except TimeoutError:
+                elif me.waiting:
+                    event = me.waiting.popleft()
+                    if event.seq > after + 1:
+                        me.behind = True
+                    elif event.seq == after + 1:
+                        after = event.seq
+                        yield event
+                        if events.is_terminal(event.data):
+                            return
+                else:
+                    await me.sleep()
+                    if not me.waiting and not me.behind:
                         await self._check(response)
+                        me.behind = True
                         yield None
-                me.lagging = False
         except (RedisError, OSError) as error:
             raise LogLost(f"Redis cannot be reached ({type(error).__name__})") from error
         finally:
-            self._leave(response, me)
+            self._leave(response.encode(), me)
 
-    async def _join(self, response: str, me: _Follower) -> None:
-        name = events.key(response)
-        group = self._followers.setdefault(name, set())
-        group.add(me)
-        if name not in self._at:
-            newest: Any = await self._client.xrevrange(name, count=1)
-            self._at.setdefault(name, newest[0][0].decode() if newest else "0-0")
-            self._some.set()
-            pipe = self._client.pipeline(transaction=False)
-            pipe.xadd(self._bell, {"b": b""}, maxlen=1)
-            pipe.expire(self._bell, 3600)
-            await pipe.execute()
-
-    def _leave(self, response: str, me: _Follower) -> None:
-        name = events.key(response)
+    def _leave(self, name: bytes, me: _Follower) -> None:
         group = self._followers.get(name)
         if group is not None:
             group.discard(me)
             if not group:
                 del self._followers[name]
-                self._at.pop(name, None)
+        if not self._followers:
+            self._wanted.clear()
 
-    async def _history(self, response: str, after: int) -> AsyncIterator[Event]:
-        while batch := await events.aread(self._client, response, after, count=1000):
+    async def _logged(self, response: str, after: int) -> AsyncIterator[Event]:
+        """The log from an event on; waits out a short absence of Redis."""
+        while True:
+            try:
+                batch = await events.aread(self._client, response, after, count=1000)
+            except (RedisError, OSError):
+                if time.monotonic() - self._up_at > LOST_AFTER:
+                    raise
+                await asyncio.sleep(RETRY_EVERY)
+                continue
+            if not batch:
+                return
             for event in batch:
                 yield event
             after = batch[-1].seq
 
     async def _check(self, response: str) -> None:
-        try:
-            if await self._client.exists(events.key(response)):
-                return
-        except (RedisError, OSError):
-            if time.monotonic() - self._up_at > LOST_AFTER:
-                raise
-            return
-        raise LogLost("the event log has expired or was deleted")
+        with contextlib.suppress(RedisError, OSError):
+            if not await self._client.exists(events.key(response)):
+                raise LogLost("the event log has expired or was deleted")
 
     async def _run(self) -> None:
+        """Hear while anybody follows; connect again whenever the connection is lost."""
         while True:
-            if not self._at:
-                self._some.clear()
-                self._up_at = time.monotonic()
-                await self._some.wait()
-            names: dict[Any, Any] = dict(self._at)
-            names[self._bell] = self._bell_at
+            await self._wanted.wait()
+            pubsub = self._client.pubsub(ignore_subscribe_messages=True)
             try:
-                answer: Any = await self._client.xread(names, block=_BLOCK_MS, count=1000)
+                await pubsub.subscribe(CHANNEL)
                 self._up_at = time.monotonic()
+                self._hearing.set()
+                # Whatever was said while nobody listened is in the logs.
+                for group in self._followers.values():
+                    for follower in group:
+                        follower.behind = True
+                        follower.wake()
+                while self._wanted.is_set():
+                    message = await pubsub.get_message(timeout=1.0)
+                    self._up_at = time.monotonic()
+                    if message is not None:
+                        self._deliver(message["data"])
             except (RedisError, OSError) as error:
-                log.warning("event logs cannot be read: %s; trying again", error)
-                await asyncio.sleep(0.25)
-                continue
-            for raw_name, entries in answer or ():
-                self._deliver(raw_name.decode(), entries)
+                log.warning("events cannot be heard: %s; trying again", error)
+                await asyncio.sleep(RETRY_EVERY)
+            finally:
+                self._hearing.clear()
+                with contextlib.suppress(RedisError, OSError):
+                    await pubsub.aclose()  # type: ignore[no-untyped-call]  # redis has no types here
 
-    def _deliver(self, name: str, entries: list[tuple[bytes, Mapping[bytes, bytes]]]) -> None:
-        last = entries[-1][0].decode()
-        if name == self._bell:
-            self._bell_at = last
-            return
-        if name not in self._at:
-            return
-        self._at[name] = last
-        new = [Event(int(i.split(b"-")[0]) - 1, unpack(fields[b"e"])) for i, fields in entries]
-        for follower in self._followers.get(name, ()):
-            follower.push(new)
+    async def _rouse(self) -> None:
+        """Wake those who have heard nothing for long, by the wall clock."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE / 10)
+            late = time.monotonic() - KEEP_ALIVE
+            for group in self._followers.values():
+                for follower in group:
+                    if follower.heard < late:
+                        follower.wake()
+
+    def _deliver(self, data: bytes) -> None:
+        # The scripts' packer knows bytes only.
+        name, first, packed = msgpack.unpackb(data, raw=True)
+        group = self._followers.get(name)
+        if group:
+            new = [Event(first + i, unpack(event)) for i, event in enumerate(packed)]
+            for follower in group:
+                follower.push(new)
 
 
 def frame(data: Mapping[str, Any]) -> bytes:

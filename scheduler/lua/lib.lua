@@ -27,8 +27,11 @@ local function move(id, old, new)
 end
 
 -- Append packed events; entry id = number of the event + 1. Returns the count of events.
+-- They are published as well: who follows many logs hears of all of them over one connection, and
+-- finds in the logs what it missed.
 local function append(id, events)
   local seq = tonumber(redis.call('HGET', record(id), 'seq') or '0')
+  redis.call('PUBLISH', 'tandem:live', cmsgpack.pack({id, seq, events}))
   for _, event in ipairs(events) do
     seq = seq + 1
     redis.call('XADD', 'tandem:events:' .. id, seq .. '-0', 'e', event)

@@ -7,6 +7,7 @@ import os
 import string
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_kit import Server
 
-EXAMPLES = 2000 if os.environ.get("TANDEM_SOAK") else 60
+EXAMPLES = 500 if os.environ.get("TANDEM_SOAK") else 60
 LIMITS = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
@@ -61,6 +62,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=5),
     max_leaves=20,
 )
+NAME = st.text(string.ascii_letters + string.digits + "_-%. ~é\x00/", max_size=40)
 BODIES = st.dictionaries(NAMES, VALUES, max_size=8)
 
 
@@ -117,15 +119,11 @@ def test_bodies(stack: Stack, document: dict[str, Any], data: st.DataObject) -> 
 @given(data=st.data())
 def test_paths_and_queries(stack: Stack, document: dict[str, Any], data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(p for p in document["paths"] if "/v1/" in p)))
-    name = st.text(string.ascii_letters + string.digits + "_-%. ~é\x00/", max_size=40)
     real = path
-    while "{" in real:
-        start, rest = real.split("{", 1)
-        real = (
-            start
-            + httpx.URL("/").copy_with(path="/" + data.draw(name)).path[1:]
-            + rest.split("}", 1)[1]
-        )
+    for parameter in ("response_id", "conversation_id", "item_id"):
+        if "{" + parameter + "}" in path:
+            real = real.replace("{" + parameter + "}", quote(data.draw(NAME), safe=""))
+    real = real.replace("{model}", quote(data.draw(NAME)))
     query = data.draw(
         st.dictionaries(
             st.sampled_from(["limit", "order", "after", "stream", "starting_after", "status"]),
@@ -133,8 +131,7 @@ def test_paths_and_queries(stack: Stack, document: dict[str, Any], data: st.Data
         )
     )
     method = data.draw(st.sampled_from(["GET", "DELETE", "POST", "PUT", "OPTIONS"]))
-    url = httpx.URL(stack.url).copy_with(path=real, params=query)
-    check(httpx.request(method, url, timeout=30), path)
+    check(httpx.request(method, stack.url + real, params=query, timeout=30), path)
 
 
 @LIMITS
