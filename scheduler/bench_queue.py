@@ -23,7 +23,7 @@ _PROMPT = bytes(4 * 1000)
 _WAIT = 120.0
 
 
-class _Process:
+class BenchWorker:
     """A bench worker; `stop` gives what it counted."""
 
     def __init__(self, url: str, role: str, **spec: Any) -> None:
@@ -33,6 +33,7 @@ class _Process:
         )
 
     def stop(self) -> dict[str, Any]:
+        """SIGTERM, and what it counted. Raises JobError where it failed."""
         self._process.terminate()
         out, _ = self._process.communicate(timeout=_WAIT)
         if self._process.returncode:
@@ -41,6 +42,7 @@ class _Process:
         return counted
 
     def kill(self) -> None:
+        """End it in any case."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -87,7 +89,7 @@ def _submissions(client: redis.Redis, count: int) -> float:
 
 def _latency(url: str, client: redis.Redis, count: int) -> dict[str, float]:
     """One job at a time to an idle worker, ours and RQ's in turn."""
-    ours, stock = _Process(url, "prefill", chunk_s=0, tail_s=0), _Process(url, "rq")
+    ours, stock = BenchWorker(url, "prefill", chunks=[0], tail_s=0), BenchWorker(url, "rq")
     try:
         jobs, queue = Jobs(client), rq_queue("stock", client)
         for _ in range(count + 10):  # the first ten warm both up
@@ -121,7 +123,7 @@ def _round_trips(url: str, client: redis.Redis, count: int) -> dict[str, float]:
                 queue.enqueue("scheduler.bench_worker.nothing", time.time(), result_ttl=60)
             elif role == "prefill":
                 jobs.accept(_new())
-        process = _Process(url, role, chunk_s=0.005, tail_s=0, slots=8, step_s=0.002, tokens=1)
+        process = BenchWorker(url, role, chunks=[0.005], tail_s=0, slots=8, step_s=0.002, tokens=1)
         try:
             if role == "rq":
                 _drained(lambda: queue.finished_job_registry.get_job_count(cleanup=False), count)
@@ -145,8 +147,8 @@ def _gap(url: str, client: redis.Redis, count: int) -> dict[str, float]:
     jobs = Jobs(client)
     for _ in range(count):
         jobs.accept(_new())
-    prefill = _Process(url, "prefill", chunk_s=0.05, tail_s=0.04)
-    decode = _Process(url, "decode", slots=8, step_s=0.01, tokens=8)
+    prefill = BenchWorker(url, "prefill", chunks=[0.05], tail_s=0.04)
+    decode = BenchWorker(url, "decode", slots=8, step_s=0.01, tokens=8)
     try:
         _drained(lambda: jobs.counts()["completed"], count)
         gaps = prefill.stop()["gaps"]

@@ -46,24 +46,29 @@ def nothing(submitted: float) -> None:
 
 
 class PacedPrefill:
-    """Computes for a fixed time; its hand-off takes a fixed time behind it."""
+    """Computes chunks of fixed times; its hand-off takes a fixed time behind them."""
 
-    def __init__(self, chunk_s: float, tail_s: float) -> None:
-        self._chunk_s = chunk_s
+    def __init__(self, chunks: Sequence[float], tail_s: float, parks: int = 0) -> None:
+        self._chunks = chunks
         self._tail_s = tail_s
         self._left = 0.0
+        self.parks = parks
         self.gaps: list[float] = []
+        self.busy: list[tuple[float, float]] = []
 
     def prefill(
         self, execution: Execution, job: Job, check: Callable[[int], None]
     ) -> Callable[[], Mapping[str, Any]]:
-        """One chunk. Notes how long ago the one before ended."""
+        """All chunks. Notes how long ago the job before ended, and when each chunk was computed."""
         if self._left:
             self.gaps.append(time.perf_counter() - self._left)
         _delays.append(time.time() - float(job.request["submitted"]))
-        check(0)
-        if self._chunk_s:
-            time.sleep(self._chunk_s)
+        for done, seconds in enumerate(self._chunks):
+            check(done)
+            start = time.perf_counter()
+            if seconds:
+                time.sleep(seconds)
+            self.busy.append((start, time.perf_counter()))
         self._left = time.perf_counter()
         return self._tail
 
@@ -120,6 +125,7 @@ def main() -> int:
     spec = json.loads(sys.argv[1])
     logging.basicConfig(level="ERROR")
     gaps: list[float] = []
+    busy: list[tuple[float, float]] = []
     count_round_trips()
     match spec["role"]:
         case "rq":
@@ -129,13 +135,13 @@ def main() -> int:
             )
             worker.work(logging_level="ERROR")
         case "prefill":
-            engine = PacedPrefill(spec["chunk_s"], spec["tail_s"])
+            engine = PacedPrefill(spec["chunks"], spec["tail_s"], spec.get("parks", 0))
             PrefillLoop(spec["url"], engine, settings=JobsConfig()).run()
-            gaps = engine.gaps
+            gaps, busy = engine.gaps, engine.busy
         case _:
             decode = PacedDecode(spec["slots"], spec["step_s"], spec["tokens"])
             DecodeLoop(spec["url"], decode, settings=JobsConfig()).run()
-    print(json.dumps({"sends": _sends, "delays": _delays, "gaps": gaps}))
+    print(json.dumps({"sends": _sends, "delays": _delays, "gaps": gaps, "busy": busy}))
     return 0
 
 
