@@ -8,9 +8,9 @@ from scheduler.bench_pipeline import run
 
 
 def test_the_benchmark_measures_what_it_says() -> None:
-    report = run(jobs=2, scale=100.0)
+    report = run(jobs=2, scale=100.0, flights=(8,))
     assert 0 < report["prefill_busy"] <= 1
-    assert set(report["throughput"]) == set(report["rival"]) == {"2", "4", "8"}
+    assert set(report["throughput"]) == set(report["rival"]) == {"8"}
     assert all(value > 0 for value in report["throughput"].values())
     # Two jobs: 2 x (14.73 + 0.04 + 6.96) s one after another, 2 x 14.73 + 7.00 s overlapped.
     assert report["ideal"] == pytest.approx(43.46 / 36.46, abs=0.01)
