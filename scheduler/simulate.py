@@ -16,7 +16,7 @@ from typing import Any
 
 import redis
 
-from scheduler import policy, scripts
+from scheduler import agents, policy, scripts
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
 from scheduler.redis_client import connect
@@ -134,6 +134,45 @@ def first_come(jobs: Sequence[Arrival], rate: float = RATE) -> list[Served]:
     return served
 
 
+def tiny_waits(served: Sequence[Served], rate: float) -> list[float]:
+    """How long tiny prompts waited before their own prefill, in seconds, sorted."""
+    return sorted(s.ttft - s.own for s in served if s.own <= agents.TINY / rate)
+
+
+def simulate_agents(
+    folder: Path,
+    *,
+    load: float,
+    seeds: Sequence[int],
+    settings: JobsConfig,
+    rate: float = RATE,
+    chunk: int = CHUNK,
+) -> dict[str, Any]:
+    """Serve an hour of mixed coding agents for each seed; `tiny_*` is about prompts of at most
+    256 tokens, whose waits are given in seconds and in chunks."""
+    recorded = agents.sessions(folder)
+    ours: list[Served] = []
+    plain: list[Served] = []
+    with scratch_redis() as url, connect(url) as client:
+        node = Node(client, settings, rate, chunk)
+        for seed in seeds:
+            jobs = agents.arrivals(recorded, load=load, rate=rate, seconds=3600.0, seed=seed)
+            ours += node.run(jobs)
+            plain += first_come(jobs, rate)
+    report: dict[str, Any] = {}
+    for name, served in (("", ours), ("first_come_first_served", plain)):
+        waits = tiny_waits(served, rate)
+        p95 = waits[int(0.95 * (len(waits) - 1))]
+        row = {
+            **summary(served),
+            "tiny": len(waits),
+            "tiny_wait_p95_s": round(p95, 2),
+            "tiny_wait_p95_chunks": round(p95 * rate / chunk, 3),
+        }
+        report = {**row, **report} if name == "" else {**report, name: row}
+    return {**report, "load": load, "seeds": [seeds[0], seeds[-1]], "rate": rate, "chunk": chunk}
+
+
 def summary(served: Sequence[Served]) -> dict[str, Any]:
     """The figures that are reported. `within_slo`: TTFT at most 10 s + 2 x the own prefill."""
     return {
@@ -196,7 +235,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Replay a trace of arrivals against a prefill node of a given rate, with the "
         "scheduling rule in use, and print times to first token.",
     )
-    parser.add_argument("--trace", type=Path, required=True, help="JSONL file of requests")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, help="JSONL file of requests")
+    source.add_argument("--agents", type=Path, help="folder of recorded agent sessions (JSONL)")
     parser.add_argument("--load", type=float, default=0.78, help="share of the node that is busy")
     parser.add_argument("--seeds", type=int, default=20, help="how many random thinnings to pool")
     parser.add_argument("--first-seed", type=int, default=0)
@@ -213,9 +254,17 @@ def _run(args: argparse.Namespace) -> int:
         raise JobError("--seeds, --load, --rate and --chunk must be above 0")
     settings = JobsConfig(horizon_seconds=args.horizon, preempt_gain=args.gain)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    report = simulate(
-        args.trace, load=args.load, seeds=seeds, settings=settings, rate=args.rate, chunk=args.chunk
-    )
+    options: dict[str, Any] = {
+        "load": args.load,
+        "seeds": seeds,
+        "settings": settings,
+        "rate": args.rate,
+        "chunk": args.chunk,
+    }
+    if args.agents:
+        report = simulate_agents(args.agents, **options)
+    else:
+        report = simulate(args.trace, **options)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -229,4 +278,9 @@ def _run(args: argparse.Namespace) -> int:
             f"{row['longest_wait_s']:>8.0f} s"
         )
     print(f"{report['requests']} requests, load {args.load:g}, {args.rate:g} tok/s")
+    if args.agents:
+        print(
+            f"tiny prompts wait {report['tiny_wait_p95_s']:.1f} s at p95, "
+            f"{report['tiny_wait_p95_chunks']:.2f} chunks"
+        )
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import simulate, trace
+from scheduler import agents, simulate, trace
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
 
@@ -80,6 +80,26 @@ def test_the_command_prints_one_json_object(path: Path, capsys: pytest.CaptureFi
     assert args.run(args) == 0
     report = json.loads(capsys.readouterr().out)
     assert {"mean_ttft_s", "within_slo", "longest_wait_s"} <= set(report)
+
+
+def test_tiny_prompts_of_agents_go_between_the_chunks(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    for number in range(4):
+        text, rows = "You are an agent. " * 60, []
+        for turn in range(6 + 6 * number):
+            text += chance.choice("abc") * chance.randint(400, 9000)
+            rows.append(json.dumps({"timestamp": 1e6 * (3 * turn), "input": text}))
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(rows))
+    recorded = agents.sessions(tmp_path)
+    assert len(recorded) == 4
+    assert all(session.at[0] == 0 for session in recorded)
+    report = simulate.simulate_agents(tmp_path, load=0.6, seeds=range(1), settings=JobsConfig())
+    assert report["tiny"] > 50
+    assert report["tiny_wait_p95_chunks"] < 1.5
+    assert report["tiny_wait_p95_s"] < report["first_come_first_served"]["tiny_wait_p95_s"]
+    (tmp_path / "9.jsonl").write_text("{}")
+    with pytest.raises(JobError, match="not a recorded agent session"):
+        agents.sessions(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["{", "{}", '{"timestamp": 1}', "[]", "7"])
