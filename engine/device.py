@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import glob
 import importlib.util
 import os
 import platform
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ModelError
@@ -30,7 +33,7 @@ class Device:
     recommended working set; on a CPU three quarters of the memory). `chunk` is the default prefill
     chunk in tokens. `dtype` is "checkpoint" (as stored) or "float32" (everything is widened: half
     precision and quantised products are far slower than float32 on a CPU). `blas` says which matrix
-    library multiplies on a CPU.
+    library multiplies on a CPU, `wired` whether this process keeps its memory resident.
     """
 
     kind: Literal["metal", "cpu"]
@@ -41,6 +44,7 @@ class Device:
     dtype: Literal["checkpoint", "float32"]
     blas: str
     mlx: str
+    wired: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The same as one flat dictionary, for reports and provenance."""
@@ -53,6 +57,7 @@ class Device:
             "dtype": self.dtype,
             "blas": self.blas,
             "mlx": self.mlx,
+            "wired": self.wired,
         }
 
 
@@ -61,7 +66,8 @@ def prepare() -> Device:
     """Make the device ready and describe it; later calls return the same object.
 
     Must run before anything in the process imports `mlx.core`: on Linux a fast BLAS has to be in
-    the process first. On a Mac the wired limit is set to the recommended working set.
+    the process first. On a Mac the wired limit is set to the recommended working set, by the
+    first process of ours on the machine only: it is one memory.
     Raises `ModelError` when MLX came first on Linux or cannot be imported.
     """
     blas = "accelerate"
@@ -78,7 +84,9 @@ def prepare() -> Device:
     if mx.metal.is_available():
         info = mx.device_info()
         memory, working = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
-        mx.set_wired_limit(working)
+        wired = own_wired_memory(Path(tempfile.gettempdir()))
+        if wired:
+            mx.set_wired_limit(working)
         return Device(
             kind="metal",
             name=str(info.get("device_name", "Metal")),
@@ -88,6 +96,7 @@ def prepare() -> Device:
             dtype="checkpoint",
             blas="metal",
             mlx=version("mlx"),
+            wired=wired,
         )
     mx.set_cache_limit(CPU_CACHE_BYTES)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -101,6 +110,25 @@ def prepare() -> Device:
         blas=blas,
         mlx=version("mlx"),
     )
+
+
+def own_wired_memory(folder: Path) -> bool:
+    """Whether this process is the one that may wire memory; it stays so until it ends.
+
+    The lock is a file of this user in `folder`, which the system releases with the process.
+    """
+    path = folder / f"tandem-wired-{os.getuid()}.lock"
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(path, flags, 0o600)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return False
+    return True  # the descriptor stays open on purpose
 
 
 def _load_openblas() -> str:

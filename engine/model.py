@@ -21,6 +21,7 @@ from mlx_vlm.utils import load_model
 from engine import corrections, library
 from engine.device import Device
 from engine.errors import ModelError
+from engine.memory import fits
 from engine.probe import Batching, probe
 from engine.profile import find
 from store.codec.classes import is_transient
@@ -32,6 +33,8 @@ from store.codec.transient import NullKVCache
 Caches = list[Any]
 # Widened weights may take this share of the working set; a larger model stays as it is stored.
 WIDEN_SHARE = 0.5
+# A model that has no room for one conversation of this length is refused.
+SERVED_TOKENS = 8192
 
 
 class Model:
@@ -212,7 +215,16 @@ def load(path: Path, device: Device) -> Model:
         ) from error
     if device.dtype == "float32":
         widen(model, device)
-    return Model(path, model, config, device)
+    loaded = Model(path, model, config, device)
+    parts = fits(loaded, min(loaded.context_length, SERVED_TOKENS))
+    if not parts["fits"]:
+        raise ModelError(
+            f"{path.name} needs {parts['weights'] / 1e9:.1f} GB of weights, "
+            f"{parts['state'] / 1e9:.1f} GB for a conversation of {SERVED_TOKENS} tokens and "
+            f"{parts['chunk'] / 1e9:.1f} GB to prefill it, more than the "
+            f"{parts['working_set'] / 1e9:.1f} GB of this device; use a smaller model"
+        )
+    return loaded
 
 
 def widen(model: Module, device: Device) -> None:

@@ -38,11 +38,16 @@ class TextStream:
     returned, and nothing more follows.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, special: bool = False) -> None:
+        """`special` keeps special tokens in the text: some models mark thinking and calls by them.
+
+        Raises `ModelError` for an empty stop string.
+        """
         if any(not text for text in stop):
             raise ModelError("a stop string is empty; leave it out")
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._skip = not special
         self._context: list[int] = []  # tokens already shown: a decoder may look at the one before
         self._fresh: list[int] = []
         self._shown = 0  # characters of the decoded window that were already taken
@@ -78,7 +83,7 @@ class TextStream:
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
         return text
 
@@ -92,12 +97,12 @@ class TextStream:
             # The one that is complete first, however the text was cut into tokens.
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
-        keep = max(_overlap(text, stop) for stop in self._stop)
+        keep = max(overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` that `stop` begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
