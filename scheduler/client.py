@@ -65,8 +65,8 @@ class Client:
         return self._call("GET", f"/v1/responses/{response}")
 
     def cancel(self, response: str) -> dict[str, Any]:
-        """Cancel a response and return it."""
-        return self._call("POST", f"/v1/responses/{response}/cancel")
+        """Cancel a response, also one that somebody waits for, and return it."""
+        return self._call("POST", f"/v1/responses/{response}/cancel", params={"force": True})
 
     def jobs(self, status: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
         """Responses, newest first; `status` is one of Tandem's stages or "live"."""
@@ -77,6 +77,26 @@ class Client:
     def conversation(self, conversation: str) -> dict[str, Any]:
         """A conversation."""
         return self._call("GET", f"/v1/conversations/{conversation}")
+
+    def conversations(self, limit: int = 50) -> list[dict[str, Any]]:
+        """Conversations, newest first."""
+        data: list[dict[str, Any]] = []
+        params: dict[str, Any] = {"limit": min(limit, 100)}
+        while len(data) < limit:
+            page = self._call("GET", "/v1/conversations", params=params)
+            data += page["data"]
+            if not page["has_more"]:
+                break
+            params["after"] = page["last_id"]
+        return data[:limit]
+
+    def update_conversation(self, conversation: str, **changes: Any) -> dict[str, Any]:
+        """Change a conversation's metadata or whether it is pinned."""
+        return self._call("POST", f"/v1/conversations/{conversation}", json=changes)
+
+    def delete_conversation(self, conversation: str) -> dict[str, Any]:
+        """Delete a conversation with everything in it."""
+        return self._call("DELETE", f"/v1/conversations/{conversation}")
 
     def items(self, conversation: str) -> list[dict[str, Any]]:
         """All items of a conversation, oldest first."""

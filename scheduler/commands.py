@@ -101,12 +101,17 @@ def _add(subparsers: Any, name: str, summary: str, text: str, run: Any) -> argpa
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    client_flags(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def client_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of every command that speaks to the API."""
     parser.add_argument("--url", help="the API (TANDEM_URL, or the configuration's address)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
     parser.add_argument("--data", type=Path, metavar="DIR", help="data directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _asking_flags(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +149,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def _instructions_of(args: argparse.Namespace) -> str | None:
     """What the turn to be continued was told: the API itself carries no instructions over."""
-    with _client(args) as client:
+    with client_for(args) as client:
         name = args.id
         if name.startswith("conv_"):
             name = client.conversation(name)["tandem"]["head"]
@@ -153,10 +158,10 @@ def _instructions_of(args: argparse.Namespace) -> str | None:
 
 def run_jobs(args: argparse.Namespace) -> int:
     """List responses."""
-    with _client(args) as client:
+    with client_for(args) as client:
         jobs = client.jobs(args.status, args.limit)
     if args.json:
-        return _print_json({"object": "list", "data": jobs})
+        return print_json({"object": "list", "data": jobs})
     if not jobs:
         print("no jobs")
         return 0
@@ -170,7 +175,7 @@ def run_jobs(args: argparse.Namespace) -> int:
         table.add_row(
             job["id"], _stage(facts), _place(facts), f"{facts['prompt_tokens']:,}",
             f"{facts['cached_tokens']:,}", str(usage.get("output_tokens", "")),
-            _age(now - job["created_at"]), conversation,
+            age(now - job["created_at"]), conversation,
         )  # fmt: skip
     _out().print(table)
     return 0
@@ -178,14 +183,14 @@ def run_jobs(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Show one response or one conversation."""
-    with _client(args) as client:
+    with client_for(args) as client:
         if args.id.startswith("conv_"):
             return _show_conversation(args, client)
         if args.wait:
             watch.wait(client, args.id, watch.stderr(), to_end=True)
         response = client.retrieve(args.id)
         if args.json:
-            return _print_json(response)
+            return print_json(response)
         inputs = client.input_items(args.id)
     facts = response["tandem"]
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -215,10 +220,10 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_cancel(args: argparse.Namespace) -> int:
     """Cancel one job."""
-    with _client(args) as client:
+    with client_for(args) as client:
         response = client.cancel(args.id)
     if args.json:
-        return _print_json(response)
+        return print_json(response)
     print(f"{response['id']} {response['status']}")
     return 0
 
@@ -261,15 +266,15 @@ def _ask(args: argparse.Namespace, text: str, more: dict[str, Any]) -> int:
     body = {"input": text, "background": True, **more}
     body.update({key: value for key, value in wanted.items() if value is not None})
     console = watch.stderr()
-    with _client(args) as client:
+    with client_for(args) as client:
         response = client.create(body)
         if args.no_wait:
-            return _print_json(response) if args.json else _print(response["id"])
+            return print_json(response) if args.json else _print(response["id"])
         try:
             if args.json:
                 watch.wait(client, response["id"], console, to_end=True)
                 response = client.retrieve(response["id"])
-                _print_json(response)
+                print_json(response)
             else:
                 response = watch.follow(client, response["id"], sys.stdout, console)
         except KeyboardInterrupt:
@@ -287,7 +292,8 @@ def _ask(args: argparse.Namespace, text: str, more: dict[str, Any]) -> int:
     return 0 if response["status"] in ("completed", "incomplete") else 1
 
 
-def _client(args: argparse.Namespace) -> Client:
+def client_for(args: argparse.Namespace) -> Client:
+    """The API that the flags of `client_flags` name."""
     return Client.of(load(args.config, {"data_dir": args.data}), args.url)
 
 
@@ -307,7 +313,7 @@ def _read(name: str) -> str:
 def _show_conversation(args: argparse.Namespace, client: Client) -> int:
     conversation, items = client.conversation(args.id), client.items(args.id)
     if args.json:
-        return _print_json({**conversation, "items": items})
+        return print_json({**conversation, "items": items})
     facts = conversation["tandem"]
     out = _out()
     out.print(
@@ -339,7 +345,8 @@ def _print(text: str) -> int:
     return 0
 
 
-def _print_json(value: Any) -> int:
+def print_json(value: Any) -> int:
+    """Print one JSON object; returns exit status 0."""
     return _print(json.dumps(value, ensure_ascii=False, indent=2))
 
 
@@ -371,7 +378,8 @@ def _handoff(facts: dict[str, Any] | None) -> str:
     return f"{facts.get('bytes', 0):,} bytes in {facts.get('seconds', 0):.3f} s by {facts['path']}"
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """A length of time in its largest unit."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{int(seconds // size)} {unit}"

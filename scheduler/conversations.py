@@ -62,8 +62,15 @@ def router(backend: Backend) -> APIRouter:
         conversation_id: ConversationId, body: ConversationUpdate
     ) -> dict[str, Any]:
         find_conversation(backend, conversation_id)
+        changes: dict[str, Any] = {}
+        if "metadata" in body.model_fields_set:
+            changes["metadata"] = body.metadata or {}
+        if body.pinned is not None:
+            changes["pinned"] = body.pinned
+        if not changes:
+            raise bad("give metadata or pinned: there is nothing to change", "metadata")
         with backend.store() as store:
-            record = store.update_conversation(conversation_id, metadata=body.metadata or {})
+            record = store.update_conversation(conversation_id, **changes)
         return conversation_object(record)
 
     @routes.delete("/{conversation_id}")
@@ -116,5 +123,6 @@ def conversation_object(record: dict[str, Any]) -> dict[str, Any]:
             "saved_tokens": record["saved"],
             "saved_bytes": record["bytes"],
             "last_used": record["last_used"],
+            "pinned": record["pinned"],
         },
     }

@@ -75,10 +75,13 @@ def router(backend: Backend) -> APIRouter:
         return JSONResponse(await _object(backend, response_id))
 
     @routes.post("/{response_id}/cancel")
-    async def cancel_response(response_id: ResponseId) -> JSONResponse:
+    async def cancel_response(
+        response_id: ResponseId,
+        force: Annotated[bool, Query(description="extension: foreground ones too")] = False,
+    ) -> JSONResponse:
         job = await run_in_threadpool(find_job, backend, response_id)
         if not job.ended:
-            if not job.background:
+            if not job.background and not force:
                 raise bad(
                     "only background responses can be cancelled: to stop this one, close the "
                     "connection that waits for it",

@@ -253,7 +253,8 @@ class NewConversation(Shape):
 class ConversationUpdate(Shape):
     """Body of POST /v1/conversations/{id}."""
 
-    metadata: dict[str, str] | None
+    metadata: dict[str, str] | None = None
+    pinned: bool | None = Field(None, description="extension: never evict its state")
 
     _check_metadata = field_validator("metadata")(check_metadata)
 

@@ -25,13 +25,16 @@ def follow(client: Client, response: str, out: TextIO, console: Console) -> dict
     """Show a response's progress on `console` and its text on `out`; return it as it ended."""
     wait(client, response, console)
     ended: dict[str, Any] = {}
+    wrote = False
     for event in client.events(response):
         if event["type"] == "response.output_text.delta":
             out.write(event["delta"])
             out.flush()
+            wrote = True
         ended = event.get("response") or ended
-    out.write("\n")
-    out.flush()
+    if wrote:
+        out.write("\n")
+        out.flush()
     return ended
 
 

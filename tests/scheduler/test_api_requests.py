@@ -247,7 +247,8 @@ def test_cancelling_a_foreground_response_is_refused_in_words(stack: Stack) -> N
     answer = httpx.post(f"{stack.url}/v1/responses/{job.id}/cancel")
     assert answer.status_code == 400
     assert "only background responses" in answer.json()["error"]["message"]
-    stack.workers.open()
+    forced = httpx.post(f"{stack.url}/v1/responses/{job.id}/cancel?force=true")
+    assert forced.json()["status"] == "cancelled"
     thread.join(20)
 
 

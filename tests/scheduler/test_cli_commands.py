@@ -74,6 +74,34 @@ def test_submit_resume_show(stack: Stack, tmp_path: Path) -> None:
     assert [item["role"] for item in shown["items"]] == ["user", "assistant"] * 3
 
 
+def test_conversations(stack: Stack) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return tandem("conversations", *words, url=stack.url)
+
+    assert run().stdout == "no conversations\n"
+    made = json.loads(tandem("submit", "-", "--json", text="Hi\n", url=stack.url).stdout)
+    name = made["conversation"]["id"]
+    (item,) = httpx.get(f"{stack.url}/v1/responses/{made['id']}/input_items").json()["data"]
+    assert item["content"][0]["text"] == "Hi"
+    assert run("rename", name, "Sky & sunset").stdout == f"{name} changed\n"
+    assert run("--json", "pin", name).stdout.startswith("{")
+    lines = run().stdout.splitlines()
+    assert lines[1].startswith(name)
+    assert "yes" in lines[1]
+    assert "Sky & sunset" in lines[1]
+    (listed,) = json.loads(run("--json").stdout)["data"]
+    assert (listed["metadata"], listed["tandem"]["pinned"]) == ({"title": "Sky & sunset"}, True)
+    run("unpin", name)
+    run("rename", name, "")
+    (listed,) = json.loads(run("--json").stdout)["data"]
+    assert (listed["metadata"], listed["tandem"]["pinned"]) == ({}, False)
+    refused = run("delete", name)
+    assert (refused.returncode, "--yes" in refused.stderr) == (2, True)
+    assert run("delete", "resp_1").returncode == 2
+    assert run("delete", name, "--yes").stdout == f"{name} deleted\n"
+    assert run().stdout == "no conversations\n"
+
+
 def test_jobs_and_cancel(stack: Stack) -> None:
     assert tandem("jobs", url=stack.url).stdout == "no jobs\n"
     stack.workers.may_prefill.clear()
