@@ -170,6 +170,7 @@ def _walk(store: Store, txn: Txn, report: Report, bad: set[bytes], *, repair: bo
     _extra_keys(txn, environment.dat, dat, 2, "dat", report, repair=repair)
     for _, ident in txn.cursor(db=environment.meta):
         page_keys.add(b"s" + bytes(ident))  # dictionaries of headers that no block uses now
+    page_keys.add(b"reuse")
     _extra_keys(txn, environment.pages, page_keys, 2, "pages", report, repair=repair, cut=True)
     counted = store.blocks.totals(txn)
     if counted != tuple(totals):

@@ -78,7 +78,7 @@ class Environment:
         self._lock_fd = lock_fd
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._begin_since: float | None = None
-        self._closed = False
+        self.closed = False
         self._writer = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._writer.start()
 
@@ -124,7 +124,7 @@ class Environment:
     @contextmanager
     def read(self) -> Iterator[Txn]:
         """A read transaction; what it returns are views of the map that die with it."""
-        if self._closed:
+        if self.closed:
             raise StoreError("the store is closed: open it again")
         with self.env.begin(buffers=True) as txn:
             yield txn
@@ -136,7 +136,7 @@ class Environment:
         the map or the disk is full, StoreStuck when the write lock is not given in time.
         """
         task = _Task(work)
-        if self._closed:
+        if self.closed:
             raise StoreError("the store is closed: open it again")
         if threading.current_thread() is self._writer:
             raise StoreError("write transactions do not nest")
@@ -211,8 +211,8 @@ class Environment:
 
         With `keep_lock` the directory stays locked until the next call.
         """
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             self._queue.put(None)
             self._writer.join(self.begin_seconds)
             if self._writer.is_alive():

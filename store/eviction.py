@@ -1,26 +1,38 @@
 """Eviction: making room for a save before it starts, in transactions of its own.
 
 Pages freed by one commit can be used from the commit after the next, so room is never made inside
-the transaction that needs it. Only states go; turns, token ids and messages stay.
+the transaction that needs it. Only states go; turns, token ids and messages stay. First go states
+that a later turn has continued, then those that are least worth their bytes (`store.reuse`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 
 from store.environment import Environment, Txn
 from store.errors import StoreFull
+from store.reuse import Reuse, class_of
 from store.states import Pins, States
+from store.turns import Turns
 
 log = logging.getLogger(__name__)
 _STATES_PER_COMMIT = 16
+_SCAN = 2048
+"""States compared in one step, from the longest unused on: all that a full 300 GB store of large
+states has, and a bound on the work where states are small."""
 
 
 class Evictor:
     """Frees states until a number of pages fits below the ceiling."""
 
-    def __init__(self, environment: Environment, states: States, pins: Pins) -> None:
+    def __init__(self, environment: Environment, turns: Turns, states: States, pins: Pins) -> None:
         self._environment = environment
+        self._turns = turns
+        self.reuse = Reuse()
         self._states = states
         self._pins = pins
         self.evicted = 0
@@ -42,7 +54,9 @@ class Evictor:
             with self._environment.read() as txn:
                 if self._environment.live_pages(txn) + need_pages <= ceiling:
                     break
-            count = self._environment.write(lambda txn: self._some(txn, ceiling - need_pages))
+            # A little more than needed, so that not every save has to rank them all again.
+            target = ceiling - need_pages - ceiling // 100
+            count = self._environment.write(partial(self._some, target_pages=target))
             if count == 0:
                 raise StoreFull(
                     "the store is full of states in use and of records that are never evicted: "
@@ -56,17 +70,29 @@ class Evictor:
         return total
 
     def _some(self, txn: Txn, target_pages: int) -> int:
-        """Drop up to _STATES_PER_COMMIT states, stopping once `target_pages` are live."""
-        victims: list[str] = []
-        for turn in self._states.oldest_first(txn):
-            if turn not in self._pins:
-                victims.append(turn)
-                if len(victims) == _STATES_PER_COMMIT:
-                    break
+        """Drop the least worth of the longest unused, stopping once `target_pages` are live."""
+        ranked = sorted(self._ranked(txn))
         count = 0
-        for turn in victims:
+        for _, _, _, turn in ranked[:_STATES_PER_COMMIT]:
             if self._environment.live_pages(txn) <= target_pages:
                 break
             self._states.drop(txn, turn)
             count += 1
         return count
+
+    def _ranked(self, txn: Txn) -> Iterator[tuple[bool, float, float, str]]:
+        """(has no continuation, worth, last use, turn) of the states that may go.
+
+        A state that a later turn has continued goes first: only a branch or a repeated turn would
+        use it again, and its rows stay as long as the later state shares them.
+        """
+        now = time.time()
+        turns = islice(self._states.oldest_first(txn), _SCAN)
+        for turn in turns:
+            state = self._states.get(txn, turn)
+            if state is None or turn in self._pins:
+                continue
+            leaf = self._turns.link(txn, turn).children == 0
+            kind = class_of(state.depth, state.new)
+            worth = self.reuse.worth(kind, now - state.used, state.tokens, state.own)
+            yield leaf, worth if leaf else 0.0, state.used, turn

@@ -20,6 +20,7 @@ from store.codec.header import Piece
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError, StoreGap
 from store.eviction import Evictor
+from store.reuse import MAX_DEPTH
 from store.states import Pins, State, States
 from store.turns import Turns
 
@@ -73,6 +74,7 @@ class Saver:
             if turn is None:
                 raise StoreError(f"there is no turn {turn_id}: store the turn before its state")
             ids = self._turns.ids(txn, turn_id)
+            depth = self._turns.depth(txn, turn_id, MAX_DEPTH)
         _check(pieces, snapshot, len(ids) // 4, turn.fingerprint)
         for piece in (*pieces, snapshot):
             piece.verify()
@@ -96,6 +98,9 @@ class Saver:
                     snap=items[-1].ident,
                     created=time.time(),
                     used=time.time(),
+                    own=sum(item.record.nbytes for item in new),
+                    depth=depth,
+                    new=len(turn.prompt_ids),
                 )
                 self._guarded(partial(self._publish, items=new, state=state))
         return SaveReport(

@@ -29,6 +29,11 @@ class State:
     snap: bytes
     created: float
     used: float
+    own: int
+    """Payload bytes that the save added, roughly what dropping the state frees."""
+    depth: int
+    new: int
+    """New input tokens of the turn; with `depth` its class for `store.reuse`."""
 
     def pack(self) -> bytes:
         """The form stored in `state`."""

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
+from store import pages
 from store.blocks import Blocks
 from store.bundle import export_conversation, import_conversation
 from store.check import Report, check
@@ -17,6 +20,7 @@ from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.errors import StoreError
 from store.eviction import Evictor
 from store.loading import Buffers, StateReader, plain_buffer
+from store.reuse import MAX_DEPTH, class_of
 from store.saving import Saver, SaveReport
 from store.states import Pins, StateRef, States
 from store.turns import Turn, Turns, unpack_ids
@@ -39,7 +43,7 @@ class Store:
         self.conversations = Conversations(environment, self.turns)
         self.states = States(environment, self.blocks)
         self.pins = Pins()
-        self.evictor = Evictor(environment, self.states, self.pins)
+        self.evictor = Evictor(environment, self.turns, self.states, self.pins)
         self.damaged: set[bytes] = set()
         self.lock = threading.RLock()
         self._saver = Saver(
@@ -49,6 +53,10 @@ class Store:
         self._touched: dict[str, float] = {}
         self._touch_lock = threading.Lock()
         self.recovered = environment.write(self.blocks.recover)
+        with environment.read() as txn:
+            learned = pages.get(environment, txn, b"reuse")
+        if learned is not None:
+            self.evictor.reuse.unpack(msgpack.unpackb(learned))
 
     @classmethod
     def open(
@@ -72,9 +80,17 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Write the times of use, flush and release the directory."""
+        """Write the times of use and what eviction has learned, flush, release the directory."""
+
+        def work(txn: Txn) -> None:
+            pages.delete(self.environment, txn, b"reuse")
+            learned = msgpack.packb(self.evictor.reuse.pack())
+            pages.put(self.environment, txn, b"reuse", learned)
+
         try:
-            self.flush()
+            if not self.environment.closed:
+                self.flush()
+                self.environment.write(work)
         finally:
             self.environment.close()
 
@@ -95,6 +111,9 @@ class Store:
                 self.conversations.create(txn, turn.conversation, turn.owner, created, {}, ())
             if self.turns.put(txn, turn):
                 self.conversations.add_turn(txn, turn)
+                depth = self.turns.depth(txn, turn.id, MAX_DEPTH)
+                kind = class_of(depth, len(turn.prompt_ids))
+                self.evictor.reuse.turned(turn.id, turn.parent, kind, time.time())
 
         self.environment.write(work)
 

@@ -235,6 +235,15 @@ class Turns:
         """The parent's id, or None for a first turn. Raises StoreError if the turn is absent."""
         return self.link(txn, ident).parent
 
+    def depth(self, txn: Txn, ident: str, limit: int) -> int:
+        """Number of turns before this one, counted up to `limit`."""
+        count = 0
+        at = self.parent(txn, ident)
+        while at is not None and count < limit:
+            count += 1
+            at = self.parent(txn, at)
+        return count
+
     def ids(self, txn: Txn, ident: str) -> bytes:
         """All token ids up to the turn's end, uint32 LE. Raises StoreError if one is missing."""
         parts: list[bytes] = []

@@ -131,7 +131,7 @@ def _rows_on_host(
     sources: Sequence[Source], cuts: Sequence[int], blocks: Sequence[Block]
 ) -> list[Payload]:
     flat = _without_gaps(sources, cuts[0], cuts[-1])
-    views = [memory.view(memory.bits(source.array)) for source in flat]
+    views = [_by_head(source) for source in flat]
     tasks: list[Callable[[], object]] = []
     results: list[list[Payload]] = []
     total = at = 0
@@ -154,6 +154,13 @@ def _rows_on_host(
     return [payload for result in results for payload in result]
 
 
+def _by_head(source: Source) -> memory.Bytes:
+    """The array's bytes as (all axes before the rows, rows): what lies together in memory."""
+    outer = math.prod(source.array.shape[: source.row.axis])
+    flat = memory.view(memory.bits(source.array))
+    return flat.reshape(outer, -1) if flat.size else np.empty((1, 0), np.uint8)
+
+
 def _pack_group(
     result: list[Payload],
     sources: Sequence[Source],
@@ -165,24 +172,28 @@ def _pack_group(
     """`count` equal blocks from token `start` on: one strided copy per array, then digests."""
     size = block.nbytes
     stride = -(-size // _ALIGN) * _ALIGN
-    buffer = memory.lease(count * stride) if size else memoryview(b"")
+    if not size:
+        result.extend([_payload(memoryview(b""))] * count)
+        return
+    buffer = memory.lease(count * stride)
+    target = np.frombuffer(buffer, np.uint8).reshape(count, stride)
     for leaf, index, offset in zip(
         block.table, block.sources, offsets_of(block.table), strict=True
     ):
         if not leaf.nbytes:
             continue
-        source = sources[index]
-        axis = source.row.axis
-        outer = math.prod(leaf.shape[:axis])
-        inner = leaf.nbytes // outer
-        width = inner // leaf.shape[axis]
-        first = start // source.row.ratio - source.base
-        shape = (count, outer, inner)
-        strides = (inner, source.array.shape[axis] * width, 1)
-        np.copyto(
-            np.ndarray(shape, np.uint8, buffer, offset, (stride, inner, 1)),
-            np.ndarray(shape, np.uint8, views[index], first * width, strides),
-        )
+        source, data = sources[index], views[index]
+        inner = leaf.nbytes // data.shape[0]
+        width = inner // leaf.shape[source.row.axis]
+        first = (start // source.row.ratio - source.base) * width
+        rows = data[:, first : first + count * inner]
+        place = target[:, offset : offset + leaf.nbytes]
+        if data.shape[0] == 1:
+            place[...] = rows.reshape(count, inner)
+        else:
+            # Views both: (blocks, heads, rows of a block) on either side.
+            shape = (data.shape[0], count, inner)
+            place.reshape(count, *shape[::2])[...] = rows.reshape(shape).transpose(1, 0, 2)
     result.extend(_payload(buffer[i * stride : i * stride + size]) for i in range(count))
 
 

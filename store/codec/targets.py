@@ -16,7 +16,6 @@ from store.codec.layout import Layout, Slot, Width
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
-_SMALL = 4096
 
 
 class Reserve:
@@ -56,21 +55,16 @@ class Target:
         self.row_bytes = width.nbytes(row.axis)
         self._outer = math.prod(width.shape[: row.axis])
         self._memory = reserve.take(key, self.row_bytes * capacity)
-        self._view: memory.Bytes | None = memory.view(self._memory)
+        flat = memory.view(self._memory)[: self.row_bytes * capacity]
+        self._view: memory.Bytes | None = flat.reshape(self._outer, -1) if flat.size else None
 
-    def put(self, payload: memoryview, offset: int, first: int, rows: int) -> None:
+    def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
         """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
-        nbytes = rows * self.row_bytes
         assert self._view is not None
-        if self._outer == 1 and nbytes <= _SMALL:
-            # Called for every array of every block: the cheaper way to move little.
-            at = first * self.row_bytes
-            self._view.data[at : at + nbytes] = payload[offset : offset + nbytes]
-            return
-        inner, width = nbytes // self._outer, self.row_bytes // self._outer
-        shape, stride = (self._outer, inner), self.capacity * width
-        target = np.ndarray(shape, np.uint8, self._view, first * width, (stride, 1))
-        np.copyto(target, np.ndarray(shape, np.uint8, payload, offset))
+        width = self.row_bytes // self._outer
+        part = payload[offset : offset + rows * self.row_bytes]
+        place = self._view[:, first * width : (first + rows) * width]
+        place[...] = part.reshape(self._outer, -1)
 
     def array(self, rows: int) -> mx.array:
         """The finished array, unevaluated: the whole buffer, or its live rows where exact."""

@@ -140,7 +140,7 @@ class Importer:
 
         def place() -> None:
             piece.verify()
-            payload = piece.payload
+            payload = np.frombuffer(piece.payload, np.uint8)
             for target, offset in plan.copies:
                 ratio = target.row.ratio
                 target.put(payload, offset, start // ratio, plan.rows[ratio])
