@@ -76,7 +76,9 @@ def note(facts: dict[str, Any]) -> str:
     if stage == "queued":
         before = facts["queue_position"]
         place = "next" if before == 0 else f"{before} before it" if before else "starting"
-        return f"{place}, {facts['new_tokens']:,} new of {total:,} tokens"
+        start = facts.get("predicted_start_s")
+        when = f", starts in about {start:.0f} s" if start and start >= 1 else ""
+        return f"{place}{when}, {facts['new_tokens']:,} new of {total:,} tokens"
     if stage in ("prefilling", "handing_off"):
         return f"{100 * done // max(1, total)} % of {total:,} tokens"
     return ""
