@@ -111,7 +111,7 @@ class LoopWorker(BaseWorker):
         try:
             self._serve()
         finally:
-            self._closers.shutdown(wait=True)
+            self._await_settling()
             left = len(self._held)
             self._ended.set()
             self._beat_now.set()
@@ -127,6 +127,16 @@ class LoopWorker(BaseWorker):
 
     def _serve(self) -> None:
         raise NotImplementedError
+
+    def _await_settling(self) -> None:
+        """Wait for what is being finished in the background; past the grace, hand it back."""
+        while self.held() and not self.out_of_time:
+            self._ended.wait(0.02)
+        if late := self.held():
+            self._give_up(self.runs, late)
+            for execution in late:
+                self.drop(execution)
+        self._closers.shutdown(wait=not late)
 
     def stop(self) -> None:
         """Ask for a drain, as the first SIGTERM does."""

@@ -109,7 +109,7 @@ def test_many_jobs_through_two_workers(client: redis.Redis, jobs: Jobs, stack: A
     assert BaseWorker.all(client) == []
 
 
-@pytest.mark.parametrize(("role", "point"), POINTS)
+@pytest.mark.parametrize(("role", "point"), POINTS if SOAK else POINTS[1::2])
 def test_killed_at_a_point_the_job_ends_once(
     client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
 ) -> None:
@@ -319,6 +319,42 @@ def test_a_second_signal_hands_back_at_once(client: redis.Redis, jobs: Jobs, sta
     job = reaches(jobs, new.id, "queued", seconds=3.0)
     assert job.attempts == 0
     assert worker.process.wait(30) == 0
+
+
+def test_a_hand_off_that_takes_too_long_is_given_back(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    worker = stack("prefill", tail_s=5.0, drain=0)
+    new = new_job()
+    jobs.accept(new)
+    reaches(jobs, new.id, "handing_off")
+    worker.send(signal.SIGTERM)
+    assert reaches(jobs, new.id, "queued", seconds=3.0).attempts == 0
+    assert worker.process.wait(30) == 0
+    assert jobs.get(new.id).status == "queued", "what came of it later counts for nothing"
+    stack("prefill")
+    reaches(jobs, new.id, "handing_off")
+
+
+def test_several_nodes_share_the_work(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
+    for node in ("m5", "m6"):
+        stack("prefill", node=node, chunk_s=0.02)
+    for node in ("m3", "m4"):
+        stack("decode", node=node)
+    news = [new_job(node=("m3", "m4")[k % 2]) for k in range(12)]
+    for new in news:
+        jobs.accept(new)
+    ran: dict[str, set[Any]] = {"m3": set(), "m4": set()}
+    for new in news:
+        job = check_answer(client, jobs, new)
+        assert job.output is not None
+        ran[job.node].add(job.output["pid"])
+    assert len(ran["m3"]) == len(ran["m4"]) == 1
+    assert ran["m3"] != ran["m4"], "each conversation at its home"
+    prefilled = {client.hget(f"tandem:job:{new.id}", "p_worker") for new in news}
+    assert len({str(name).rsplit("-", 2)[0] for name in prefilled}) == 2, "both took a share"
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
 
 
 def test_two_workers_of_one_node_and_role_are_refused(stack: Any, jobs: Jobs) -> None:
