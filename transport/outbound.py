@@ -114,6 +114,7 @@ class Transfer:
             if self._error is None:
                 self._error = LinkError(f"given up: {reason}", "aborted")
             self._changed.notify_all()
+            self._sender.room.notify_all()
         self._sender.forget(self)
         self._sender.tell(Abort(self.offer.number, brief(reason)))
 
@@ -193,7 +194,6 @@ class Transfer:
                 raise error
             self._closed = kind == SNAPSHOT
             self._queue(kind, header, payload, self._grant.part)
-        self._sender.wake()
 
     def _wait_for_room(self, nbytes: int) -> None:
         window = self._sender.window
@@ -203,7 +203,7 @@ class Transfer:
             if left <= 0:
                 self._error = LinkError("the link takes the state too slowly")
                 return
-            self._changed.wait(left)
+            self._sender.room.wait(left)
 
     def _queue(self, kind: int, header: bytes, payload: memoryview, part: int) -> None:
         digest = header_digest(header)

@@ -76,7 +76,12 @@ class Sender:
         self.deadline = deadline
         self.window = window
         self.streams = len(ways)
-        self.changed = threading.Condition()
+        # One lock, three reasons to wait: an answer or an end, a part to send, room in the queue.
+        # A thread is woken only for its own: hundreds of parts pass while `finish` waits.
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        self.room = threading.Condition(lock)
+        self._ready = threading.Condition(lock)
         self._control = control
         self._ways = list(ways)
         self._parts: deque[Part] = deque()
@@ -212,13 +217,9 @@ class Sender:
             self.fail(error)
 
     def queue(self, part: Part) -> None:
-        """Add a part for the streams; called with `changed` held."""
+        """Add a part for the ways; called with `changed` held."""
         self._parts.append(part)
-
-    def wake(self) -> None:
-        """Let the streams look at the queue."""
-        with self.changed:
-            self.changed.notify_all()
+        self._ready.notify()
 
     def forget(self, transfer: Transfer) -> None:
         """The receiver's answers about this transfer are of no interest any more."""
@@ -235,7 +236,8 @@ class Sender:
                 transfer.fail(error)
             self._transfers.clear()
             self._parts.clear()
-            self.changed.notify_all()
+            for condition in (self.changed, self.room, self._ready):
+                condition.notify_all()
         self._control.connection.kill()
         for way in self._ways:
             way.kill()
@@ -250,17 +252,20 @@ class Sender:
                     part = self._parts.popleft()
                     if not part.transfer.over:
                         return part
-                    part.transfer.left(len(part.payload))
+                    self._gone(part)
                 if not wait:
                     break
-                self.changed.wait()
+                self._ready.wait()
             return None
 
     def written(self, part: Part) -> None:
         """The part's payload is not needed any more."""
         with self.changed:
-            part.transfer.left(len(part.payload))
-            self.changed.notify_all()
+            self._gone(part)
+
+    def _gone(self, part: Part) -> None:
+        part.transfer.left(len(part.payload))
+        self.room.notify_all()
 
     # -- threads ----------------------------------------------------------------------------
 
@@ -305,6 +310,7 @@ class Sender:
                 if not isinstance(message, Ready):
                     del self._transfers[message.number]
                 self.changed.notify_all()
+                self.room.notify_all()
 
 
 def greet(control: Control, mine: Hello) -> Hello:

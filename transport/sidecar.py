@@ -59,7 +59,7 @@ class Sidecar:
         self._memory = SharedMemory.create(SLOT * SLOTS)
         self._hostfile = _hostfile(plan.hosts) if plan.fabric == "ring" else None
         self._process = subprocess.Popen(
-            list(plan.command),
+            [*plan.command, f"rank{plan.rank}", plan.link],  # told for whoever lists processes
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -398,6 +398,25 @@ def test_idle_links_stay_alive_beyond_the_deadline() -> None:
         sender.close()
 
 
+def test_a_state_goes_over_and_only_what_is_new_comes_back() -> None:
+    here, there = MemorySink(), MemorySink()
+    state = make_state([5000, 6000, 700])
+    with receiving(here) as ours, receiving(there) as theirs:
+        over = Sender.connect(theirs.address, SECRET, 5)
+        back = Sender.connect(ours.address, SECRET, 5)
+        deliver(over, "t-1", state)
+        new = [make_piece("rows", 32, 48, bytes(900)), make_piece("snapshot", 48, 48, bytes(800))]
+        transfer = back.offer(
+            "t-1", fingerprint=FINGERPRINT, tokens=48, start=32, nbytes=1700, purpose="return"
+        )
+        transfer.send(new[:1])
+        assert transfer.finish(new[1]).bytes == 1700
+        over.close()
+        back.close()
+    assert contents(there.finished["t-1"]) == contents(state)
+    assert contents(here.finished["t-1"]) == contents(new)
+
+
 def test_nothing_is_left_after_a_hundred_links() -> None:
     sink = MemorySink()
     with receiving(sink) as receiver:

@@ -29,7 +29,7 @@ from transport.protocol import Abort, Ack, Nack, Offer, Ping, Ready
 from transport.sender import Sender
 from transport.wire import Connection
 
-DEADLINE = 1.0
+DEADLINE = 1.5
 PART = 4096
 STATE = make_state([10_000, 5_000, 4096, 7_000], seed=3)
 TOTAL = sum(len(piece.payload) for piece in STATE)

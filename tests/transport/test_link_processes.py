@@ -24,7 +24,7 @@ from link_parts import (
 from transport.errors import LinkError
 from transport.sender import Sender
 
-DEADLINE = 1.0
+DEADLINE = 1.5
 SIZES = [300_000] * 6 + [500_000]
 BLOWS = [signal.SIGKILL, signal.SIGSTOP]
 

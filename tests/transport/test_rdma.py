@@ -46,24 +46,25 @@ from transport.sidecar import COMMAND
 
 __all__ = ["client", "redis_socket"]
 
-DEADLINE = 1.0
+DEADLINE = 2.0
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 HERE = Path(__file__).parent
-STATE = make_state([1_000_000] * 20 + [18_000_000, 7_000_000], seed=5)
+STATE = make_state([1_000_000] * 20 + [40_000_000, 20_000_000], seed=5)
+"""More than the slots of both ends hold, so that a blow always comes before the last batch."""
 
 
 def children() -> dict[int, int]:
     """Rank (0 is the receiver's) and process id of this process's link children that are alive."""
     found = {}
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # threads and processes end while we look
-            for pid in (task / "children").read_text().split():
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-                if b"transport.child" in command or b"fault_child" in command:
-                    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    (rank,) = [each for each in environment if each.startswith(b"MLX_RANK=")]
-                    found[int(rank[9:])] = int(pid)
+    for pid in _output("pgrep", "-P", str(os.getpid())).split():
+        command = _output("ps", "-ww", "-o", "args=", "-p", pid).split()
+        if command[-2:-1] and command[-2].startswith("rank"):
+            found[int(command[-2][4:])] = int(pid)
     return found
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Ends:
 @pytest.fixture
 def ends(client: redis.Redis) -> Iterator[Ends]:
     """Two live nodes; afterwards no child, thread or descriptor of theirs is left."""
+    client.connection_pool.disconnect()
     files = open_files()
     made = Ends(Epochs(client, "prefill-1"), Epochs(client, "decode-1"))
     made.sender.start()
@@ -92,7 +94,8 @@ def ends(client: redis.Redis) -> Iterator[Ends]:
     made.receiver.stop()
     assert children() == {}
     assert link_threads() == []
-    assert open_files() <= files + 1  # a pooled connection to Redis
+    client.connection_pool.disconnect()
+    assert open_files() <= files
 
 
 def faulty(fault: str, shim: bool) -> tuple[str, ...]:
@@ -135,12 +138,14 @@ class StagedSink(MemorySink):
     def __init__(self, stage: str, action: Callable[[], None]) -> None:
         super().__init__()
         self.stage = stage
+        self.struck = stage == "idle"
         self.action: Callable[[], None] | None = action
 
     def _reach(self, stage: str) -> None:
         if stage == self.stage and self.action is not None:
             action, self.action = self.action, None
             action()
+            self.struck = True
 
     def buffer(self, transfer: str, nbytes: int) -> memoryview:
         self._reach("ready")
@@ -174,14 +179,17 @@ CASES = [
 
 @pytest.mark.parametrize(("blow", "stage", "rank", "shim"), CASES)
 def test_a_child_process_fails(ends: Ends, blow: str, stage: str, rank: int, shim: bool) -> None:
+    pids: dict[int, int] = {}
+
     def strike() -> None:
-        os.kill(children()[rank], BLOWS[blow])
+        os.kill(pids[rank], BLOWS[blow])
 
     sink = StagedSink(stage, strike)
     with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
         bystander = Sender.connect(receiver.address, SECRET, DEADLINE)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=9, nbytes=2000)
         sender = ends.connect(receiver, faulty("none", shim))
+        pids |= children()
         if stage == "idle":
             strike()
         try:
@@ -190,6 +198,7 @@ def test_a_child_process_fails(ends: Ends, blow: str, stage: str, rank: int, shi
             pass
         else:
             assert stage == "ack"  # all bytes had arrived: the child was not needed any more
+        assert sink.struck
         sender.close()
         again = ends.connect(receiver)
         report = deliver(again, "t-1", STATE, attempt=2)
@@ -228,6 +237,21 @@ def test_a_child_process_sends_wrong_bytes(ends: Ends, fault: str, shim: bool) -
         again.close()
     assert contents(sink.finished["t-1"]) == contents(STATE)
     assert sink.events.count(("done", "t-1")) == 1
+    assert sink.held == 0
+
+
+def test_nothing_is_left_after_many_failures(ends: Ends) -> None:
+    sink = MemorySink()
+    state = make_state([3_000_000] * 6 + [10])
+    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+        for i in range(100 if SOAK else 5):
+            sender = ends.connect(receiver)
+            transfer = sender.offer("t-1", fingerprint=FINGERPRINT, tokens=1, nbytes=18_000_010)
+            transfer.send(state[: i % 7])
+            if i % 2:
+                os.kill(children()[i // 2 % 2], signal.SIGKILL)
+            sender.close()
+            sink.wait_for("abort", "t-1", i + 1)
     assert sink.held == 0
 
 
