@@ -191,6 +191,22 @@ class Blocks:
             raise StoreError(f"{name} has other bytes than were saved")
         return int(digest)
 
+    def view_part(self, txn: Txn, ident: bytes, record: Record) -> memoryview:
+        """The payload of an object of one bulk part, in the map: valid within `txn` only.
+
+        Nothing but its place is checked; the bytes are for the reader to verify. Raises
+        StoreError when it is missing.
+        """
+        value = txn.get(ident + b"\0\0", db=self._environment.dat)
+        if value is None or len(value) != VALUE_BYTES:
+            raise StoreError(f"part 1 of 1 of block {ident.hex()} is missing")
+        magic, version, _, part, count, _, length, owner, _ = PART_HEAD.unpack_from(value)
+        if (magic, version, part, count, length, owner) != (
+            _MAGIC, _VERSION, 0, 1, record.nbytes, ident,
+        ):  # fmt: skip
+            raise StoreError(f"part 1 of 1 of block {ident.hex()} carries another's header")
+        return memoryview(value)[PART_HEAD.size : PART_HEAD.size + length].toreadonly()
+
     def small_payload(self, txn: Txn, ident: bytes, record: Record) -> bytes:
         """The payload of an object that lies in `pages`. Raises StoreError when damaged."""
         found = pages.get(self._environment, txn, b"p" + ident)

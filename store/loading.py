@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+import numpy as np
+
 from store.blocks import KINDS, PART_BYTES, Blocks, Record, seal
-from store.codec.header import CodecError, Piece, parse
-from store.environment import Environment
+from store.codec.header import CodecError, Header, Piece, parse
+from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.states import Pins, StateRef
 
@@ -28,7 +30,7 @@ Buffers = Callable[[int], memoryview]
 
 def plain_buffer(nbytes: int) -> memoryview:
     """Fresh memory from the heap."""
-    return memoryview(bytearray(nbytes))
+    return np.empty(nbytes, np.uint8).data
 
 
 @dataclass(slots=True)
@@ -91,9 +93,7 @@ class StateReader:
         try:
             piece = self._read(ident, record)
         except (StoreError, CodecError) as error:
-            self.report.damage.append(str(error))
-            self._note_damage(ident)
-            log.error("state of %s: %s; the rest is a miss", self.ref.turn, error)
+            self._damage(ident, error)
             self.close()
             raise StopIteration from None
         self._at += 1
@@ -106,9 +106,64 @@ class StateReader:
             self.report.tokens = record.stop
         return piece
 
-    def _read(self, ident: bytes, record: Record) -> Piece:
-        with self._environment.read() as txn:
-            packed, ids = self._blocks.header(txn, ident, record)
+    def feed(self, consume: Callable[[Sequence[Piece]], None], batch: int = 32) -> Piece | None:
+        """Give all rows to `consume` without a copy in between; returns the snapshot.
+
+        `consume` gets up to `batch` pieces in order, must verify and copy them (as the codec's
+        importer does) and keep no view of them: most are views of the map that end with the
+        call. Returns None if something is damaged (see `report`): then what `consume` made is
+        unfit for use, and a new reader, iterated, gives the longest verified prefix.
+        """
+        began = time.perf_counter()
+        while self._at < len(self.objects) - 1 and not self.report.damage:
+            stop = min(self._at + batch, len(self.objects) - 1)
+            with self._environment.read() as txn:
+                self._feed_some(txn, self.objects[self._at : stop], consume)
+            self._at = stop
+        self.report.seconds += time.perf_counter() - began
+        return next(self, None)
+
+    def _feed_some(
+        self,
+        txn: Txn,
+        objects: list[tuple[bytes, Record]],
+        consume: Callable[[Sequence[Piece]], None],
+    ) -> None:
+        ident, pieces = b"", []
+        try:
+            for ident, record in objects:
+                header = self._header(txn, ident, record)
+                if record.parts == 1:
+                    payload = self._blocks.view_part(txn, ident, record)
+                else:
+                    payload = self._payload(ident, record)
+                pieces.append(Piece(header, payload))
+            consume(pieces)
+        except (StoreError, CodecError) as error:
+            for (ident, _), piece in zip(objects, pieces, strict=False):
+                try:
+                    piece.verify()
+                except CodecError as damage:
+                    self._damage(ident, damage)
+                    return
+            if isinstance(error, CodecError) and len(pieces) == len(objects):
+                raise  # every byte is as it was saved: the consumer refuses for its own reasons
+            self._damage(ident, error)
+            return
+        finally:
+            for piece in pieces:
+                piece.payload.release()
+        self.report.tokens = objects[-1][1].stop
+        self.report.nbytes += sum(record.nbytes for _, record in objects)
+
+    def _damage(self, ident: bytes, error: Exception) -> None:
+        self.report.damage.append(str(error))
+        self._note_damage(ident)
+        log.error("state of %s: %s; the rest is a miss", self.ref.turn, error)
+
+    def _header(self, txn: Txn, ident: bytes, record: Record) -> Header:
+        """The header of an object, checked against its record and the turn's token ids."""
+        packed, ids = self._blocks.header(txn, ident, record)
         header = parse(packed)
         if ids != self._ids[4 * record.start : 4 * record.stop]:
             raise StoreError(f"block {ident.hex()} was saved for other token ids")
@@ -120,11 +175,20 @@ class StateReader:
             self.ref.fingerprint,
         ):  # fmt: skip
             raise StoreError(f"the header of block {ident.hex()} contradicts its record")
+        return header
+
+    def _read(self, ident: bytes, record: Record) -> Piece:
+        with self._environment.read() as txn:
+            header = self._header(txn, ident, record)
+        return Piece(header, self._payload(ident, record))
+
+    def _payload(self, ident: bytes, record: Record) -> memoryview:
+        """The payload of an object in memory of its own, verified."""
         payload = self._buffers(record.nbytes)
         if record.small:
             with self._environment.read() as txn:
                 payload[:] = self._blocks.small_payload(txn, ident, record)
-            return Piece(header, payload)
+            return payload
         digests = []
         for number in range(record.parts):
             into = payload[number * PART_BYTES : (number + 1) * PART_BYTES]
@@ -132,7 +196,7 @@ class StateReader:
                 digests.append(self._blocks.copy_part(txn, ident, record, number, into))
         if seal(digests) != record.seal:
             raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
-        return Piece(header, payload)
+        return payload
 
     def skip(self, known: set[bytes]) -> None:
         """Leave out objects that the caller has read before (call before the first piece)."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
 from store.blocks import PART_BYTES, SMALL_BYTES
 from store.codec.chain import Chain
-from store.codec.header import CodecError, root
+from store.codec.header import CodecError, Piece, root
 from store.environment import VALUE_BYTES
 from store.errors import StoreError, StoreFull, StoreGap
 from store.store import Store
@@ -369,3 +369,42 @@ def test_readers_and_a_writer_at_once(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_feeding_gives_the_same_without_a_copy(store: Store) -> None:
+    turn = add_turn(store, range(200))
+    state = make_state(range(190), row_bytes=60_000, snapshot_bytes=3_000_000)
+    store.save_state(turn, *state)
+    got: list[bytes] = []
+
+    def consume(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            piece.verify()
+            got.append(bytes(piece.payload))
+
+    reader = store.load_state(turn, MODEL)
+    assert reader is not None
+    snapshot = reader.feed(consume, batch=5)
+    assert snapshot is not None
+    assert [*got, bytes(snapshot.payload)] == payloads(*state)
+    assert reader.report.complete
+    assert reader.report.tokens == 190
+    assert store.stats()["pinned"] == 0
+
+    kept: list[memoryview] = []
+    reader = store.load_state(turn, MODEL)
+    assert reader is not None
+    assert reader.feed(lambda pieces: kept.extend(piece.payload for piece in pieces))
+    with pytest.raises(ValueError, match="released"):
+        bytes(kept[0])
+
+    damage(store, 7)
+    got.clear()
+    reader = store.load_state(turn, MODEL)
+    assert reader is not None
+    assert reader.feed(consume, batch=5) is None
+    assert "checksum" in reader.report.damage[0] or "other bytes" in reader.report.damage[0]
+    assert got == payloads(*state)[: len(got)]
+    assert store.stats()["damaged"] == 1
+    store.save_state(turn, *state)
+    assert loaded(store, turn) == payloads(*state)
