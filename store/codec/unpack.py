@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing
