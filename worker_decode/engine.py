@@ -258,7 +258,7 @@ class Engine:
             self._inbox.sweep(response for response in waiting if self._ended(response))
         every_turn = self._config.store.save == "turn"
         idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
-        if not idle and (self._memory.wanted or self._memory.used > self._memory.limit):
+        if not idle and self._short_of_memory():
             idle = self._hot.turns()
         for turn in idle:
             if not self._saver.room:
@@ -267,6 +267,12 @@ class Engine:
                 self._save(turn)
                 return True  # one at a time: rows that are live come first
         return False
+
+    def _short_of_memory(self) -> bool:
+        """Whether more must leave memory than is being saved already."""
+        needed = max(self._memory.wanted, self._memory.used - self._memory.limit)
+        leaving = [held for turn in self._saving if (held := self._hot.get(turn)) is not None]
+        return needed > sum(held.nbytes for held in leaving)
 
     def _is_committed(self, turn: str) -> bool:
         with self._lock:
