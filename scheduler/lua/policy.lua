@@ -75,6 +75,11 @@ local function best(queue, holder, now, weights)
   local function try(ids)
     for _, id in ipairs(ids) do
       local job = not seen[id] and facts(id, holder)
+      if not job and not seen[id] then
+        -- Its record is gone (somebody deleted keys): it must not stand in the way of others.
+        for _, name in ipairs({'size:' .. queue, 'due:' .. queue}) do redis.call('ZREM', 'tandem:' .. name, id) end
+        for owner, _ in pairs(weights) do redis.call('ZREM', 'tandem:owned:' .. queue .. ':' .. owner, id) end
+      end
       seen[id] = true
       local may, need = false, 0
       if job then may, need = fits(job) end

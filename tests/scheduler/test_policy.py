@@ -180,6 +180,15 @@ def test_a_long_prefill_is_parked_and_nothing_is_computed_twice(
     assert_idle(client)
 
 
+def test_vanished_records_do_not_block_the_queue(client: redis.Redis, jobs: Jobs) -> None:
+    gone = [accept(jobs, 10) for _ in range(80)]
+    client.delete(*(f"tandem:job:{resp}" for resp in gone))
+    kept = accept(jobs, 5000)
+    taken = [Runs(client).take("prefill", "w", "prefill:local") for _ in range(4)]
+    assert [job.id for job in taken if job] == [kept]
+    assert client.zcard("tandem:size:prefill") == 0
+
+
 def test_every_script_loads(client: redis.Redis) -> None:
     names = "accept append better cancel finish handing_off prefilled release renew restore take"
     for name in (*names.split(), "simulate"):
