@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ def stamp() -> str:
 
 def write_model_dir(path: Path) -> None:
     """A model directory with the least tokenizer there can be: nothing is tokenised here."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -78,8 +81,6 @@ def bare_app(url: str) -> Starlette:
         tasks.append(asyncio.create_task(read()))
         yield
         tasks[0].cancel()
-
-    from contextlib import asynccontextmanager
 
     return Starlette(routes=[Route("/{name}", events)], lifespan=asynccontextmanager(lifespan))
 
