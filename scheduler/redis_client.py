@@ -11,13 +11,21 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
-from redis.exceptions import BusyLoadingError
+from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-#: Errors that mean "Redis is away or not ready", as opposed to "Redis said no".
-AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ConnectionError)
+#: Errors that mean "not now" (away, loading, out of memory, read-only), as opposed to "no": what is
+#: being written is kept and tried again.
+AWAY = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ConnectionError,
+)
 
 #: Longest time in seconds that one blocking command waits on the server.
 MAX_BLOCK = 1.0

@@ -242,8 +242,13 @@ class LoopWorker(BaseWorker):
             try:
                 self._renew(runs, held)
             except AWAY as error:
-                log.warning("heartbeat: Redis is away (%s)", error)
+                log.warning("heartbeat: Redis cannot be written (%s)", error)
                 self._ended.wait(0.2)
+                self._beat_now.set()
+            except Exception:
+                # Whatever it was: leases that are not renewed would be the greater harm.
+                log.exception("heartbeat")
+                self._ended.wait(0.5)
                 self._beat_now.set()
         client.close()
 
@@ -281,6 +286,9 @@ class LoopWorker(BaseWorker):
                             self._hear(message["channel"].decode(), message["data"])
             except AWAY:
                 self._ended.wait(0.3)
+            except Exception:
+                log.exception("listen")
+                self._ended.wait(1.0)
         client.close()
 
     def _hear(self, channel: str, data: bytes) -> None:
@@ -329,4 +337,6 @@ class LoopWorker(BaseWorker):
                     reconciled = time.monotonic()
             except AWAY:
                 reclaimer.outage()
+            except Exception:
+                log.exception("reclaim")
         client.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 
+import pytest
 from stack_kit import Running
 
 from scheduler.jobs import Jobs
@@ -35,6 +37,8 @@ def test_a_short_prompt_goes_between_the_chunks_of_a_long_one(stack: Running) ->
     assert stack.output_ids(done["id"]) == stack.solo(done["id"])
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TANDEM_SOAK"), reason="a minute of prefill; `make soak`")
 def test_a_prompt_that_was_cancelled_half_way_goes_on_from_there(stack: Running) -> None:
     text = TEXT[3000:5800]
     first = stack.post(input=text, max_output_tokens=4, background=True)

@@ -401,6 +401,26 @@ def test_redis_killed_mid_run_loses_nothing(durable_redis: Server, tmp_path: Pat
     client.close()
 
 
+def test_a_full_redis_delays_and_loses_nothing(redis_url: str, client: redis.Redis) -> None:
+    jobs = Jobs(client)
+    options: dict[str, Any] = {"log": "CRITICAL", "step_s": 0.01, "chunk_s": 0.02}
+    with Worker("prefill", redis_url, **options), Worker("decode", redis_url, **options):
+        news = [new_job(answer=60, tokens=60) for _ in range(4)]
+        for new in news:
+            jobs.accept(new)
+        reaches(jobs, news[0].id, "decoding")
+        client.config_set("maxmemory", 1)
+        try:
+            time.sleep(1.0)  # it has to last; nothing is being waited for
+            assert not all(jobs.get(new.id).ended for new in news)
+        finally:
+            client.config_set("maxmemory", 0)
+        for new in news:
+            check_answer(client, jobs, new)
+        eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
 def test_what_was_accepted_survives_redis_alone(durable_redis: Server) -> None:
     client = connect(durable_redis.url)
     jobs = Jobs(client)
