@@ -22,7 +22,7 @@ from store.codec.cacheclass import Growing
 from store.codec.header import Leaf, offsets_of, runs_of
 from store.codec.layout import Slot, dtype_name
 
-_GROUP_BYTES = 4 << 20
+_GROUP_BYTES = 8 << 20
 """Blocks are collected together into buffers of about this size: small enough to stay in a
 cache, and because a piece that is kept alive keeps its whole buffer."""
 _ALIGN = 64

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing
@@ -99,7 +98,7 @@ class Importer:
         try:
             tasks = [self._placed(piece) for piece in pieces]
             nbytes = sum(piece.payload.nbytes for piece in pieces)
-            memory.run_all(tasks, nbytes)
+            memory.run_beside([piece.verify for piece in pieces], tasks, nbytes)
         except CodecError as error:
             self._broken = self._broken or str(error)
             raise
@@ -133,15 +132,16 @@ class Importer:
             )
 
     def _placed(self, piece: Piece) -> Callable[[], None]:
-        """The check and the copies of the next piece, its header already checked."""
+        """The copies of the next piece, its header checked here."""
         header = piece.header
         self._guard(header, "rows")
+        if piece.payload.nbytes != header.nbytes:
+            piece.verify()
         plan = self._planned(header)
         start = header.start
         self.position, self.chain = header.stop, header.chain
 
         def place() -> None:
-            piece.verify()
             payload = np.frombuffer(piece.payload, np.uint8)
             for target, offset in plan.copies:
                 ratio = target.row.ratio
