@@ -8,7 +8,17 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from engine.device import Device
+
+METAL_INTERVAL = 2.0  # an idle GPU needs over a second for its first work after some 17 s
 SIDE = 256  # a product of this size takes microseconds on a GPU
+
+
+def keepalive_interval(asked: float, device: Device) -> float:
+    """Seconds between pulses: as asked, or for -1 what suits the device (a CPU needs none)."""
+    if asked >= 0:
+        return asked
+    return METAL_INTERVAL if device.kind == "metal" else 0.0
 
 
 class KeepAlive:

@@ -159,6 +159,14 @@ class JobsConfig(_Section):
     )
 
 
+class DeviceConfig(_Section):
+    keepalive_seconds: Annotated[float, Field(ge=-1, le=3600)] = Field(
+        -1.0,
+        description="seconds between pulses that keep an idle GPU awake; 0: none, "
+        "-1: 2 on Metal and none on a CPU",
+    )
+
+
 class Config(_Section):
     """Everything a Tandem process needs to know before it starts."""
 
@@ -181,6 +189,7 @@ class Config(_Section):
     store: StoreConfig = Field(default_factory=StoreConfig)
     link: LinkConfig = Field(default_factory=LinkConfig)
     jobs: JobsConfig = Field(default_factory=JobsConfig)
+    device: DeviceConfig = Field(default_factory=DeviceConfig)
 
     @field_validator("data_dir", "models_dir", "model_dir", mode="before")
     @classmethod
@@ -247,7 +256,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs")
+_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs", "device")
 _PLAIN = {"TANDEM_DATA": "data_dir", "TANDEM_MODELS": "models_dir", "TANDEM_NODE": "node",
           "TANDEM_MODEL": "model"}  # fmt: skip
 

@@ -7,11 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from engine.decode import Batch, Event, Row
 from engine.errors import ModelError
+from engine.keepalive import KeepAlive
 from engine.model import Model
 from engine.text import TextStream
 from scheduler.config import Config
@@ -51,9 +53,11 @@ class Engine:
         *,
         ended: Callable[[str], bool],
         announce: Callable[[dict[str, Any]], None] = lambda facts: None,
+        pulse: KeepAlive | None = None,
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
-        `announce(facts)` is told now and then how this node stands."""
+        `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
+        awake."""
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
@@ -62,6 +66,8 @@ class Engine:
         self._inbox = inbox
         self._ended = ended
         self._announce = announce
+        self._pulse = pulse
+        self._working = nullcontext if pulse is None else pulse.working
         self._hot = Hot(memory)
         self._starts = Starts(model, store, self._hot, inbox, config.decode.local_prefill_tokens)
         self._batch = Batch(model, config.decode.slots)
@@ -112,7 +118,9 @@ class Engine:
     def step(self) -> list[Finished]:
         """One step of all rows; what ended is handed back to the loop."""
         finished: list[Finished] = []
-        for event in self._batch.step():
+        with self._working():
+            events = self._batch.step()
+        for event in events:
             answer = self._answers[event.uid]
             answer.say(event)
             if event.finish is not None:
@@ -165,6 +173,7 @@ class Engine:
             "memory_used": self._memory.used,
             "memory_limit": self._memory.limit,
             "device": self._model.device.kind,
+            "pulses": 0 if self._pulse is None else self._pulse.pulses,
             "decode": self._batch.facts,
         }
 

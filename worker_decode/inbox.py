@@ -39,19 +39,22 @@ class Inbox:
         memory: Memory,
         patience: float,
         pressed: Callable[[], None] = lambda: None,
+        offered: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience` is how long an offer waits for memory, in seconds; `pressed` is called when
-        one begins to wait, so that idle conversations can make room."""
+        """`patience` is how long an offer waits for memory, in seconds. `offered` is called for
+        every offer (work is coming), `pressed` when one begins to wait for memory."""
         self._fingerprint = fingerprint
         self._memory = memory
         self._patience = patience
         self._pressed = pressed
+        self._offered = offered
         self._lock = threading.Lock()
         self._arrivals: dict[str, Arrival] = {}
         self.received_bytes = 0
 
     def admit(self, offer: Offer) -> Grant | Refusal:
         """Promise memory for an offered state, or say why not."""
+        self._offered()
         if offer.fingerprint != self._fingerprint:
             return Refusal(
                 "this node serves another model (its fingerprint differs): use the same model "

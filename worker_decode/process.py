@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.device import prepare
 from engine.errors import ModelError
+from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from engine.text import load_tokenizer
 from scheduler.config import Config, is_loopback
@@ -64,7 +65,11 @@ def run(config: Config, model_dir: Path) -> int:
         tokenizer = load_tokenizer(model_dir)
         log.info("state: %s", model.layout.describe())
         memory = Memory(int(config.store.hot_gb * 1e9))
-        inbox = Inbox(model.fingerprint, memory, config.link.deadline_seconds / 2)
+        pulse = KeepAlive(keepalive_interval(config.device.keepalive_seconds, model.device))
+        stack.callback(pulse.stop)
+        inbox = Inbox(
+            model.fingerprint, memory, config.link.deadline_seconds / 2, offered=pulse.wake
+        )
         receiver = Receiver(
             config.link.host,
             config.link.port,
@@ -82,6 +87,7 @@ def run(config: Config, model_dir: Path) -> int:
             store,
             memory,
             inbox,
+            pulse=pulse,
             ended=lambda response: ended(jobs, response),
             announce=lambda facts: presence.update(facts={"model": config.model_name, **facts}),
         )

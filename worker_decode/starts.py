@@ -184,7 +184,7 @@ class Starts:
             done += 1
         if position != start:
             return []
-        return lengths[done:] + plan(held, len(ids) - 1, self._model.device.chunk)
+        return lengths[done:] + plan(held, len(ids) - 1, self._model.chunk)
 
     def _note(self, job: Job, notes: list[str], text: str) -> None:
         notes.append(text)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+from engine.keepalive import KeepAlive
 from engine.model import Model
 from engine.prefill import Prefill, append_schedule
 from scheduler.execution import Execution
@@ -22,14 +24,21 @@ class Engine:
     """What `PrefillLoop` drives; used on the thread that loaded the model."""
 
     def __init__(
-        self, model: Model, links: Links, chunk: int = 0, parked: Parked | None = None
+        self,
+        model: Model,
+        links: Links,
+        chunk: int = 0,
+        parked: Parked | None = None,
+        pulse: KeepAlive | None = None,
     ) -> None:
-        """`chunk` is the number of tokens per forward pass, 0 for the device's own. `parked`
-        bounds what is kept of unfinished prompts; nothing without it."""
+        """`chunk` is the number of tokens per forward pass, 0 for the model's own. `parked`
+        bounds what is kept of unfinished prompts; nothing without it. `pulse` keeps an idle
+        device awake."""
         self._model = model
         self._links = links
+        self._working = nullcontext if pulse is None else pulse.working
         self._parked = Parked(0, 0, 0.0) if parked is None else parked
-        self.chunk = chunk or model.device.chunk
+        self.chunk = chunk or model.chunk
 
     @property
     def parks(self) -> int:
@@ -67,7 +76,8 @@ class Engine:
                 handoff.send(exporter.rows(run.caches, run.position, last=not run.remaining))
             while run.remaining:
                 check(run.position)
-                start, end = run.step()
+                with self._working():
+                    start, end = run.step()
                 append_schedule(schedule, end - start)
                 handoff.send(exporter.rows(run.caches, end, last=not run.remaining))
             check(run.position)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.device import prepare
 from engine.errors import ModelError
+from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from scheduler.config import Config
 from scheduler.nodes import Node, Nodes, Presence
@@ -50,7 +51,8 @@ def run(config: Config, model_dir: Path) -> int:
         parked = Parked(
             config.jobs.max_parked, model.device.working_set_bytes // 8, config.jobs.parked_seconds
         )
-        engine = Engine(model, links, config.prefill.chunk, parked)
+        pulse = KeepAlive(keepalive_interval(config.device.keepalive_seconds, model.device))
+        engine = Engine(model, links, config.prefill.chunk, parked, pulse)
         loop = PrefillLoop(
             config.redis_url,
             engine,
@@ -68,4 +70,5 @@ def run(config: Config, model_dir: Path) -> int:
         try:
             return loop.run()
         finally:
+            pulse.stop()
             links.close()
