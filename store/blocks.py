@@ -16,6 +16,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, replace
 
+import numpy as np
 import xxhash
 
 from store import pages
@@ -186,7 +187,8 @@ class Blocks:
             _MAGIC, _VERSION, number, record.parts, len(into), ident,
         ):  # fmt: skip
             raise StoreError(f"{name} carries the header of something else")
-        into[:] = value[PART_HEAD.size : PART_HEAD.size + length]
+        source = np.frombuffer(value, np.uint8, length, PART_HEAD.size)
+        np.copyto(np.frombuffer(into, np.uint8), source)
         if part_digest(head, into) != digest:
             raise StoreError(f"{name} has other bytes than were saved")
         return int(digest)
