@@ -115,7 +115,10 @@ class StoreConfig(_Section):
 
 
 class LinkConfig(_Section):
-    backend: Literal["auto", "tcp"] = "auto"
+    backend: Literal["auto", "tcp", "rdma"] = Field(
+        "auto", description="auto: rdma where it is set up and passes its self-test, else tcp"
+    )
+    devices: str = Field("", description="file with the cable map for RDMA (JSON)")
     host: str = Field("127.0.0.1", description="address of the link on the decode node")
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     streams: Annotated[int, Field(ge=1, le=16)] = 2

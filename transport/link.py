@@ -113,6 +113,13 @@ class Link:
                 alert=self._alert,
             )
 
+    def drop(self) -> None:
+        """End what is connected now; the next offer connects anew."""
+        with self._lock:
+            sender = self._sender
+        if sender is not None:
+            sender.close()
+
     def close(self) -> None:
         """End the link for good; transfers still open fail."""
         with self._lock:

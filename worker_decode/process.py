@@ -26,6 +26,8 @@ from store.codec.header import CodecError
 from store.errors import StoreError
 from store.rpc import serve
 from store.store import Store
+from transport.capability import choose
+from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from worker_decode.engine import Engine
@@ -70,6 +72,13 @@ def run(config: Config, model_dir: Path) -> int:
         inbox = Inbox(
             model.fingerprint, memory, config.link.deadline_seconds / 2, offered=pulse.wake
         )
+        way = choose(config.link.backend, config.link.devices)
+        log.info("link: %s (%s)", way.fabric or "tcp", way.reason)
+        epochs = None
+        if way.fabric is not None:
+            epochs = Epochs(connect(config.redis_url), f"decode-{config.node}", config.redis_url)
+            epochs.start()
+            stack.callback(epochs.stop)
         receiver = Receiver(
             config.link.host,
             config.link.port,
@@ -77,6 +86,8 @@ def run(config: Config, model_dir: Path) -> int:
             inbox,
             config.link.deadline_seconds,
             node=config.node,
+            epochs=epochs,
+            devices=config.link.devices,
         )
         stack.callback(receiver.close)
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)

@@ -14,8 +14,8 @@ from scheduler.record import Job
 from scheduler.redis_client import AWAY
 from store.codec.header import Piece
 from transport.errors import LinkError, Refused
+from transport.link import Link, Rdma
 from transport.outbound import Transfer
-from transport.sender import Sender
 
 log = logging.getLogger("tandem.prefill")
 
@@ -27,12 +27,16 @@ _SLACK = 1 << 20
 class Links:
     """The links of this prefill node, by decode node. Thread-safe."""
 
-    def __init__(self, nodes: Nodes, config: LinkConfig, node: str) -> None:
+    def __init__(
+        self, nodes: Nodes, config: LinkConfig, node: str, rdma: Rdma | None = None
+    ) -> None:
+        """`rdma` is what an rdma link needs where this machine has it."""
+        self._rdma = rdma
         self._nodes = nodes
         self._config = config
         self._node = node
         self._lock = threading.Lock()
-        self._senders: dict[str, tuple[str, Sender]] = {}
+        self._links: dict[str, tuple[str, Link]] = {}
 
     def begin(
         self, job: Job, *, fingerprint: bytes, tokens: int, nbytes: int, block_tokens: int
@@ -51,8 +55,8 @@ class Links:
         # A job that runs again makes a new transfer: its older one may have been acknowledged.
         return Handoff(self, job.node, f"{job.id}-{job.run[:8]}", offer)
 
-    def sender(self, name: str) -> Sender:
-        """A live link to decode node `name`. Raises LinkError where it cannot be had."""
+    def link(self, name: str) -> Link:
+        """The link to decode node `name` as it runs now. Raises LinkError where there is none."""
         try:
             node = self._nodes.get("decode", name)
         except AWAY as error:
@@ -60,21 +64,14 @@ class Links:
         if node is None or not node.link:
             raise LinkError(f"decode node {name!r} is not there, or still loading its model")
         with self._lock:
-            boot, sender = self._senders.get(name, ("", None))
-            if sender is not None and sender.alive and boot == node.boot:
-                return sender
-            if sender is not None:
-                del self._senders[name]
-        if sender is not None:
-            sender.close()
-        made = self._connect(node)
-        with self._lock:
-            raced = self._senders.get(name)
-            if raced is None or not raced[1].alive or raced[0] != node.boot:
-                self._senders[name] = (node.boot, made)
-                return made
-        made.close()
-        return raced[1]
+            boot, link = self._links.get(name, ("", None))
+            if link is not None and boot == node.boot:
+                return link
+            made = self._to(node)
+            self._links[name] = (node.boot, made)
+        if link is not None:
+            link.close()
+        return made
 
     def wait(self, name: str) -> None:
         """Wait until decode node `name` is ready, at most the link's deadline."""
@@ -84,17 +81,19 @@ class Links:
     def close(self) -> None:
         """End all links."""
         with self._lock:
-            senders = [sender for _, sender in self._senders.values()]
-            self._senders.clear()
-        for sender in senders:
-            sender.close()
+            links = [link for _, link in self._links.values()]
+            self._links.clear()
+        for link in links:
+            link.close()
 
-    def _connect(self, node: Node) -> Sender:
+    def _to(self, node: Node) -> Link:
         host, _, port = node.link.rpartition(":")
-        return Sender.connect(
+        return Link(
             (host, int(port)),
             bytes.fromhex(node.secret),
-            self._config.deadline_seconds,
+            backend=self._config.backend,
+            rdma=self._rdma,
+            deadline=self._config.deadline_seconds,
             streams=self._config.streams,
             node=self._node,
         )
@@ -170,8 +169,8 @@ class Handoff:
     def _try_offer(self) -> None:
         self._attempt += 1
         try:
-            sender = self._links.sender(self._node)
-            self._transfer = sender.offer(self._name, attempt=self._attempt, **self._offer)
+            link = self._links.link(self._node)
+            self._transfer = link.offer(self._name, attempt=self._attempt, **self._offer)
         except LinkError as error:
             self._failed(error)
             if isinstance(error, Refused) and error.code in ("fingerprint", "version"):

@@ -19,6 +19,9 @@ from scheduler.queue import prefill_queue
 from scheduler.redis_client import connect
 from scheduler.role import run_role
 from store.codec.header import CodecError
+from transport.capability import choose
+from transport.epochs import Epochs
+from transport.link import Rdma
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
 from worker_prefill.parked import Parked
@@ -46,7 +49,15 @@ def run(config: Config, model_dir: Path) -> int:
     with Presence(config.redis_url, node) as presence:
         model = load_model(model_dir, prepare())
         log.info("state: %s", model.layout.describe())
-        links = Links(Nodes(connect(config.redis_url)), config.link, config.node)
+        way = choose(config.link.backend, config.link.devices)
+        log.info("link: %s (%s)", way.fabric or "tcp", way.reason)
+        epochs = None
+        rdma = None
+        if way.fabric is not None:
+            epochs = Epochs(connect(config.redis_url), f"prefill-{config.node}", config.redis_url)
+            epochs.start()
+            rdma = Rdma(epochs, way.fabric, config.link.devices, config.link.host)
+        links = Links(Nodes(connect(config.redis_url)), config.link, config.node, rdma)
         # An eighth of what MLX may keep resident is for prompts that were interrupted.
         parked = Parked(
             config.jobs.max_parked, model.device.working_set_bytes // 8, config.jobs.parked_seconds
@@ -72,3 +83,5 @@ def run(config: Config, model_dir: Path) -> int:
         finally:
             pulse.stop()
             links.close()
+            if epochs is not None:
+                epochs.stop()

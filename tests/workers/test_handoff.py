@@ -111,7 +111,7 @@ def test_the_promise_covers_every_length(
         job = make_job(prompt(length))
         assert prefill(model, links, job)()["attempts"] == 1
         arrived(nodes[0], model, job)
-    assert len(links._senders) == 1  # one link for all
+    assert nodes[0].receiver.stats()["links"] == 1  # one link for all
 
 
 def test_one_token_has_no_state(llama: Model, links: Links) -> None:
@@ -168,7 +168,7 @@ def test_a_link_that_breaks_is_formed_anew(
 
     def cut(at: int) -> None:
         if at == position:
-            links.sender("local").close()
+            links.link("local").drop()
 
     facts = prefill(llama, links, job, cut)()
     assert facts["attempts"] == 2
@@ -179,14 +179,14 @@ def test_a_link_that_always_breaks_is_given_up(
     llama: Model, links: Links, redis_url: str, nodes: list[DecodeNode]
 ) -> None:
     nodes.append(DecodeNode(redis_url, llama, "a"))
-    connect_before = links._connect
+    made_before = links._to
 
     def dead(node: Node) -> Any:
-        sender = connect_before(node)
-        sender.close()
-        return sender
+        link = made_before(node)
+        link.close()
+        return link
 
-    links._connect = dead  # type: ignore[method-assign]
+    links._to = dead  # type: ignore[method-assign]
     job = make_job(prompt(100))
     tail = prefill(llama, links, job)
     with pytest.raises(LinkError, match="closed"):
@@ -243,7 +243,7 @@ def test_a_prefill_that_is_stopped_takes_its_offer_back(
     with pytest.raises(Cancelled):
         prefill(llama, links, make_job(prompt(200)), stop)
     eventually(lambda: nodes[0].memory.used == 0, "the promise is not taken back")
-    assert links.sender("local").alive  # the link goes on
+    assert links.link("local").status().connected  # the link goes on
 
 
 def test_a_delivered_state_is_not_sent_again(
@@ -285,8 +285,11 @@ def test_closing_ends_every_link(
     llama: Model, links: Links, redis_url: str, nodes: list[DecodeNode]
 ) -> None:
     nodes.append(DecodeNode(redis_url, llama, "a"))
-    sender = links.sender("local")
-    assert links.sender("local") is sender
+    job = make_job(prompt(100))
+    prefill(llama, links, job)()
+    link = links.link("local")
+    assert links.link("local") is link
+    assert link.status().connected
     links.close()
-    assert not sender.alive
+    assert not link.status().connected
     eventually(lambda: nodes[0].receiver.stats()["links"] == 0, "the receiver keeps the link")
