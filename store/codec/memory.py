@@ -170,27 +170,6 @@ def lease(nbytes: int) -> memoryview:
     return _ARENA.lease(nbytes)
 
 
-def run_beside(
-    beside: Sequence[Callable[[], object]], tasks: Sequence[Callable[[], object]], nbytes: int
-) -> None:
-    """Run `tasks` here, one after another, and `beside` on other threads meanwhile.
-
-    For many small copies, which would only pass the interpreter lock around, beside digests,
-    which do not need it.
-    """
-    if nbytes < _PARALLEL_BYTES or _THREADS < 2:
-        _each(beside)
-        _each(tasks)
-        return
-    futures = [_pool().submit(_each, beside[lane::_THREADS]) for lane in range(_THREADS)]
-    try:
-        _each(tasks)
-    finally:
-        wait(futures)
-    for future in futures:
-        future.result()
-
-
 def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
     """Run copies and digests of `nbytes` bytes in all, on several threads where that pays."""
     if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or _THREADS < 2:

@@ -9,7 +9,7 @@ place in it. Until `finish` returns, the cache list given is untouched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -94,11 +94,10 @@ class Importer:
         self.add_all([piece])
 
     def add_all(self, pieces: Sequence[Piece]) -> None:
-        """Take several pieces in order, on several threads where that pays. As `add`."""
+        """Take several pieces in order. As `add`."""
         try:
-            tasks = [self._placed(piece) for piece in pieces]
-            nbytes = sum(piece.payload.nbytes for piece in pieces)
-            memory.run_beside([piece.verify for piece in pieces], tasks, nbytes)
+            for piece in pieces:
+                self._add(piece)
         except CodecError as error:
             self._broken = self._broken or str(error)
             raise
@@ -131,23 +130,18 @@ class Importer:
                 f"{header.stop} tokens do not fit the {self._capacity} that were granted"
             )
 
-    def _placed(self, piece: Piece) -> Callable[[], None]:
-        """The copies of the next piece, its header checked here."""
+    def _add(self, piece: Piece) -> None:
         header = piece.header
         self._guard(header, "rows")
-        if piece.payload.nbytes != header.nbytes:
-            piece.verify()
+        # Checked just before it is copied: the copy then reads from the processor's cache.
+        # More threads gain nothing, they would pass the interpreter lock for every array.
+        piece.verify()
         plan = self._planned(header)
-        start = header.start
+        payload = np.frombuffer(piece.payload, np.uint8)
+        for target, offset in plan.copies:
+            ratio = target.row.ratio
+            target.put(payload, offset, header.start // ratio, plan.rows[ratio])
         self.position, self.chain = header.stop, header.chain
-
-        def place() -> None:
-            payload = np.frombuffer(piece.payload, np.uint8)
-            for target, offset in plan.copies:
-                ratio = target.row.ratio
-                target.put(payload, offset, start // ratio, plan.rows[ratio])
-
-        return place
 
     def _planned(self, header: Header) -> _Plan:
         plan = self._plan
