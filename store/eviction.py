@@ -2,7 +2,7 @@
 
 Pages freed by one commit can be used from the commit after the next, so room is never made inside
 the transaction that needs it. Only states go; turns, token ids and messages stay. First go states
-that a later turn has continued, then those that are least worth their bytes (`store.reuse`).
+that a later stored state continues, then those that are least worth their bytes (`store.reuse`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from store.environment import Environment, Txn
 from store.errors import StoreFull
 from store.reuse import Reuse, class_of
 from store.states import Pins, States
-from store.turns import Turns
 
 log = logging.getLogger(__name__)
 _STATES_PER_COMMIT = 16
@@ -29,9 +28,8 @@ states has, and a bound on the work where states are small."""
 class Evictor:
     """Frees states until a number of pages fits below the ceiling."""
 
-    def __init__(self, environment: Environment, turns: Turns, states: States, pins: Pins) -> None:
+    def __init__(self, environment: Environment, states: States, pins: Pins) -> None:
         self._environment = environment
-        self._turns = turns
         self.reuse = Reuse()
         self._states = states
         self._pins = pins
@@ -83,8 +81,8 @@ class Evictor:
     def _ranked(self, txn: Txn) -> Iterator[tuple[bool, float, float, str]]:
         """(has no continuation, worth, last use, turn) of the states that may go.
 
-        A state that a later turn has continued goes first: only a branch or a repeated turn would
-        use it again, and its rows stay as long as the later state shares them.
+        A state that a later stored state continues goes first: only a branch or a repeated turn
+        would use it again, and its rows stay as long as the later state shares them.
         """
         now = time.time()
         turns = islice(self._states.oldest_first(txn), _SCAN)
@@ -92,7 +90,7 @@ class Evictor:
             state = self._states.get(txn, turn)
             if state is None or turn in self._pins:
                 continue
-            leaf = self._turns.link(txn, turn).children == 0
+            leaf = not state.continued
             kind = class_of(state.depth, state.new)
             worth = self.reuse.worth(kind, now - state.used, state.tokens, state.own)
             yield leaf, worth if leaf else 0.0, state.used, turn

@@ -203,6 +203,11 @@ class Saver:
         for item in items:
             self._blocks.publish(txn, item.ident)
         self._states.publish(txn, state)
+        at = self._turns.parent(txn, state.turn)
+        while at is not None and self._states.get(txn, at) is None:
+            at = self._turns.parent(txn, at)
+        if at is not None:
+            self._states.note_continued(txn, at)
 
     def _guarded(self, work: Callable[[Txn], None]) -> None:
         """Run a transaction of a save; if it fails, free what the save has written so far."""

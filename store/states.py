@@ -34,6 +34,8 @@ class State:
     depth: int
     new: int
     """New input tokens of the turn; with `depth` its class for `store.reuse`."""
+    continued: bool = False
+    """Whether a later state was built on this one."""
 
     def pack(self) -> bytes:
         """The form stored in `state`."""
@@ -134,6 +136,12 @@ class States:
         txn.delete(use_key(old), db=self._environment.lru)
         txn.delete(turn.encode(), db=self._environment.state)
         return self._blocks.unref(txn, old.snap) + self._blocks.unref(txn, old.head)
+
+    def note_continued(self, txn: Txn, turn: str) -> None:
+        """Mark the state of `turn` as one that a stored later state continues."""
+        old = self.get(txn, turn)
+        if old is not None and not old.continued:
+            self._put(txn, replace(old, continued=True))
 
     def touch(self, txn: Txn, turn: str, used: float) -> None:
         """Set the time of last use, if the state exists and the time is later."""

@@ -43,7 +43,7 @@ class Store:
         self.conversations = Conversations(environment, self.turns)
         self.states = States(environment, self.blocks)
         self.pins = Pins()
-        self.evictor = Evictor(environment, self.turns, self.states, self.pins)
+        self.evictor = Evictor(environment, self.states, self.pins)
         self.damaged: set[bytes] = set()
         self.lock = threading.RLock()
         self._saver = Saver(

@@ -1,7 +1,7 @@
 """Works on a store until it is killed, saying what it is about to do and what was acknowledged.
 
 Lines: `turn ID CONVERSATION PARENT N`, `state ID TOKENS`, `gone CONVERSATION`, each first with a
-leading `?` (begun) and then without (acknowledged).
+leading `?` (begun) and then without (acknowledged); `?drop ID` when a state is about to go.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from made_states import MODEL, conversation_id, make_state, make_turn, turn_id
 
@@ -33,6 +34,13 @@ def main(path: str, seed: str) -> None:
     began = time.monotonic()
     store = Store.open(Path(path), SIZE)
     say(f"ready {time.monotonic() - began:.3f} {store.recovered}")
+    drop = store.states.drop
+
+    def told(txn: Any, turn: str) -> int:
+        say(f"?drop {turn}")
+        return drop(txn, turn)
+
+    store.states.drop = told  # type: ignore[method-assign]
     conversations = [one["id"] for one in store.list_conversations(limit=1000)]
     while True:
         if conversations and chance.random() < 0.15:
