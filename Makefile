@@ -1,6 +1,9 @@
 # make demo: install, then the main job end to end.   make test: install, then the tests.
 VENV ?= .venv
 PY := $(VENV)/bin/python
+# Test modules that run at once; each stack of the end-to-end tests takes about 2 GB.
+JOBS ?= 2
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/.tandem-installed
 
 .PHONY: demo test soak check clean
@@ -15,10 +18,10 @@ demo: $(STAMP)
 	$(VENV)/bin/tandem demo
 
 test: $(STAMP)
-	$(PY) -m pytest
+	$(PYTEST)
 
 soak: $(STAMP)
-	TANDEM_SOAK=1 $(PY) -m pytest
+	TANDEM_SOAK=1 $(PYTEST)
 
 check: $(STAMP)
 	$(VENV)/bin/ruff check .

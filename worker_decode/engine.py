@@ -29,7 +29,7 @@ from worker_decode.memory import Memory
 from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Starts
 from worker_decode.states import export, nbytes_of
-from worker_decode.turns import compose
+from worker_decode.turns import compose, record
 
 log = logging.getLogger("tandem.decode")
 
@@ -241,7 +241,7 @@ class Engine:
                 status=status,
                 finish=str(event.finish),
             )
-            self._store.put_turn(turn)
+            record(self._store, answer.job, turn)
         except BaseException:
             self._unrecorded.append(answer.job.id)
             raise

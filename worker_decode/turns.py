@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler.record import Job
+from scheduler.record import Job, JobError
+from store.errors import StoreError
 from store.store import Store
 from store.turns import Turn
 
@@ -54,3 +55,16 @@ def compose(
         status=status,
         finish=finish,
     )
+
+
+def record(store: Store, job: Job, turn: Turn) -> None:
+    """Make a turn durable. Raises JobError where its conversation was deleted while it ran."""
+    about = (job.request.get("params") or {}).get("about") or {}
+    try:
+        store.put_turn(turn, create=bool(about.get("new_conversation", True)))
+    except StoreError:
+        if store.get_conversation(turn.conversation) is not None:
+            raise
+        raise JobError(
+            f"conversation {turn.conversation} was deleted while this turn ran: start a new one"
+        ) from None

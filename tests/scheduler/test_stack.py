@@ -156,9 +156,7 @@ def test_a_model_that_cannot_be_loaded(config: Config, model_dir: Path, director
     stack = Stack(change(config, model_dir=broken), frozenset({"decode"}))
     try:
         stack.start()
-        with pytest.raises(
-            StackFailed, match=r"decode cannot run: .*cannot load.*broken"
-        ):
+        with pytest.raises(StackFailed, match=r"decode cannot run: .*cannot load.*broken"):
             stack.wait_ready()
     finally:
         stack.stop()
