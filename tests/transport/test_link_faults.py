@@ -275,7 +275,9 @@ FAILS_THE_TRANSFER = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "code"), FAILS_THE_TRANSFER, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("fault", "code"), FAILS_THE_TRANSFER, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_a_fault_of_a_sender_that_fails_its_transfer(
     fault: Callable[[RogueSender], None], code: str
 ) -> None:
@@ -438,7 +440,9 @@ RECEIVER_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "code"), RECEIVER_FAULTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("fault", "code"), RECEIVER_FAULTS, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_a_fault_of_a_receiver(fault: Callable[[Control, Connection], None], code: str) -> None:
     rogue = RogueReceiver()
     problems: list[BaseException] = []
