@@ -3,6 +3,8 @@ local key = record(args.id)
 local status, digest = unpack(redis.call('HMGET', key, 'status', 'digest'))
 if status then
   if args.digest ~= '' and digest ~= args.digest then return {'conflict', ''} end
+  -- Whoever sends it again is there again.
+  if args.adopt then redis.call('ZREM', 'tandem:abandoned', args.id) end
   return {'duplicate', ''}
 end
 if args.adopt and args.digest ~= '' then

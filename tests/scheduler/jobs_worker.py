@@ -1,7 +1,6 @@
 """A worker process of the tests: the real loops around an engine that only counts.
 
-Run with one argument, a JSON object. `point`: a named place at which the process kills (`act`:
-"kill") or freezes ("stop") itself, when it comes there for the `nth` time.
+Run with one argument, a JSON object, which may plan a fault as well (see `chaos_points`).
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler import lifeline
 from scheduler.config import JobsConfig
 from scheduler.decode_loop import DecodeLoop
 from scheduler.execution import Execution, Finished
@@ -25,24 +24,12 @@ from scheduler.runs import Cancelled, Preempted, Runs, SendBack
 from scheduler.worker import LoopWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
+from chaos_points import Points
 from jobs_kit import answer_token
 
 SPEC: dict[str, Any] = json.loads(sys.argv[1])
-_visits = 0
 execution_steps: dict[str, int] = {}
-
-
-def at(point: str) -> None:
-    """A named point: die or freeze here if told to."""
-    global _visits
-    if SPEC.get("point") != point:
-        return
-    _visits += 1
-    if _visits == SPEC.get("nth", 1):
-        kill = SPEC.get("act", "kill") == "kill"
-        os.kill(os.getpid(), signal.SIGKILL if kill else signal.SIGSTOP)
-        # The signal is for the process: this thread may run on for a moment before it takes effect.
-        time.sleep(0.5)
+at = Points(SPEC).at
 
 
 def around(name: str) -> None:
@@ -54,9 +41,15 @@ def around(name: str) -> None:
         answer = step(self, *args, **kwargs)
         if answer is not None:
             at(f"after_{name}")
+            at(f"after_{name}_{SPEC['role']}")
         return answer
 
     setattr(Runs, name, wrapped)
+
+
+def wanted(job: Job) -> int:
+    """Length of the answer; a job that came over HTTP asks for it as OpenAI's clients do."""
+    return int(job.request.get("n") or job.request["params"]["max_output_tokens"])
 
 
 class CountingPrefill:
@@ -124,13 +117,13 @@ class CountingDecode:
         ended = []
         for execution, position in list(self.rows.items()):
             job = execution.job
-            if position < job.request["n"]:
+            if position < wanted(job):
                 token = answer_token(job.prompt_ids, position)
                 execution.emit(
                     {"type": "response.output_text.delta", "delta": f"{token} ", "ids": [token]}
                 )
                 self.rows[execution] = position = position + 1
-            if position >= job.request["n"]:
+            if position >= wanted(job):
                 del self.rows[execution]
                 ended.append(self._end(execution))
         return ended
@@ -139,8 +132,8 @@ class CountingDecode:
         if execution.job.request.get("fail") == "decode":
             return Finished(execution, error=ValueError("secret detail"))
         result = Result(
-            output={"pid": os.getpid()},
-            usage={"output_tokens": execution.job.request["n"]},
+            output={"pid": os.getpid(), "text": "", "finish": "stop"},
+            usage={"output_tokens": wanted(execution.job)},
             events=[{"type": "response.output_text.done"}],
         )
         return Finished(execution, result=result, commit=lambda: at("before_commit"))
@@ -157,6 +150,7 @@ class CountingDecode:
 
 def main() -> int:
     logging.basicConfig(level=SPEC.get("log", "ERROR"))
+    lifeline.watch()
     for name in ("take", "finish_prefill", "finish", "handing_off"):
         around(name)
     settings = JobsConfig(

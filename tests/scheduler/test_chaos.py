@@ -1,107 +1,80 @@
-"""Processes are killed and frozen at random points of a seeded plan; every job still ends once.
+"""Processes are killed and frozen at named points of a seeded plan; every job still ends once.
 
-Each run has its own Redis (append-only), a prefill and a decode worker under a small supervisor,
-and a few jobs. One fault is injected: a worker dies or freezes at a named point, or Redis is
-killed. `TANDEM_SOAK=1` makes 210 runs of it, otherwise a sample.
+Every victim (prefill worker, decode worker, Redis, API, supervisor) is hit at every named point of
+`chaos_kit.POINTS`, by SIGKILL and by SIGSTOP: a worker that comes to the point sends the signal. In
+the runs of the API and the supervisor all is real but the workers' engines: `tandem up` with its
+Redis and its API, and a client that speaks HTTP and asks again. `TANDEM_SOAK=1` makes 208 runs,
+otherwise a few, others each day; `TANDEM_SEED` chooses them. The seed is printed.
 """
 
 from __future__ import annotations
 
 import os
 import random
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_kit import Server, Worker, answer, assert_idle, eventually, new_job, oracle
+from api_kit import make_model_dir
+from chaos_kit import Client, Plan, Thaw, keep_redis, keep_stack, keep_worker, plans
+from jobs_kit import Server, answer, answer_token, assert_idle, eventually, new_job, oracle
 
+from scheduler import data_dir
+from scheduler.config import Config
 from scheduler.jobs import Jobs
-from scheduler.record import NewJob
+from scheduler.prompt import build
+from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
+from scheduler.schema import items_of
+from scheduler.stack import free_port
+from scheduler.tokenizer import Tokenizer
+from store.rpc import serve
+from store.store import Store
 
-RUNS = 210 if os.environ.get("TANDEM_SOAK") else 5
-
-PREFILL_POINTS = (
-    "after_take", "mid_prefill", "prefilled", "after_handing_off", "mid_hand_off",
-    "before_finish_prefill", "after_finish_prefill",
-)  # fmt: skip
-DECODE_POINTS = ("after_take", "mid_decode", "before_commit", "before_finish", "after_finish")
-
-OPTIONS: dict[str, Any] = {"chunk_s": 0.01, "tail_s": 0.01, "step_s": 0.004, "lease": 3, "slots": 3,
-                           "log": "CRITICAL", "parks": 2, "max_attempts": 5}  # fmt: skip
-
-
-class Keeper(threading.Thread):
-    """Restarts a worker that dies; thaws one that is frozen after a while."""
-
-    def __init__(self, role: str, url: str, lock_dir: Path, **fault: Any) -> None:
-        super().__init__(daemon=True)
-        self.make = lambda **more: Worker(role, url, lock_dir=str(lock_dir), **OPTIONS, **more)
-        self.worker = self.make(**fault)
-        self.freezes = fault.get("act") == "stop"
-        self.faults = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(0.02):
-            pid, status = os.waitpid(self.worker.process.pid, os.WNOHANG | os.WUNTRACED)
-            if not pid:
-                continue
-            if os.WIFSTOPPED(status):
-                self.faults += 1
-                # Beyond the lease: the job is taken back by the others while this one sleeps.
-                time.sleep(4.0)
-                os.kill(pid, signal.SIGCONT)
-            else:
-                self.faults += os.WIFSIGNALED(status)
-                self.worker.process.returncode = -1
-                self.worker = self.make()
-
-    def close(self) -> int:
-        self.done.set()
-        self.join()
-        return self.worker.stop()
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+PLANS = plans()
+RUNS = 208
+SAMPLE = 6
+JOBS = 6
 
 
-@pytest.mark.parametrize("seed", range(RUNS))
-def test_every_job_ends_once_whatever_dies(seed: int, tmp_path: Path) -> None:
-    chance = random.Random(seed)
-    kind = chance.choice(("prefill", "decode", "prefill", "decode", "redis"))
-    fault: dict[str, Any] = {
-        "act": "stop" if chance.random() < 0.15 else "kill",
-        "point": chance.choice(PREFILL_POINTS if kind == "prefill" else DECODE_POINTS),
-        "nth": chance.randint(1, 4),
-    }
+@pytest.mark.parametrize("slot", range(RUNS if SOAK else SAMPLE))
+def test_every_job_ends_once_whatever_dies(slot: int, tmp_path: Path) -> None:
+    rotation = int(os.environ.get("TANDEM_SEED") or time.time() // 86_400)
+    seed = slot if SOAK else rotation * SAMPLE + slot
+    plan = PLANS[seed % len(PLANS)]
+    print(f"seed {seed}: {plan}")
+    if plan.victim in ("api", "supervisor"):
+        _whole_stack(plan, random.Random(seed), tmp_path)
+    else:
+        _workers_and_redis(plan, random.Random(seed), tmp_path)
+    assert (tmp_path / "fired").exists(), "nobody came to the point"
+
+
+def _workers_and_redis(plan: Plan, chance: random.Random, folder: Path) -> None:
     with Server(durable=True) as server, connect(server.url) as client:
         jobs = Jobs(client)
-        keepers = [
-            Keeper(role, server.url, tmp_path, **(fault if kind == role else {}))
-            for role in ("prefill", "decode")
-        ]
-        for keeper in keepers:
+        workers = [keep_worker(role, server.url, folder, plan) for role in ("prefill", "decode")]
+        redis = keep_redis(server, folder)
+        for keeper in (*workers, redis):
             keeper.start()
-        news = [_random_job(chance, number) for number in range(6)]
+        news = [_random_job(chance, number) for number in range(JOBS)]
         cancelled = set()
         try:
             for new in news:
                 jobs.accept(new)
-            if kind == "redis":
-                eventually(lambda: jobs.get(news[0].id).status != "queued", "nothing begins")
-                server.kill()
-                server.start()
             if chance.random() < 0.5:
                 victim = chance.choice(news)
                 jobs.cancel(victim.id)
                 cancelled.add(victim.id)
             for new in news:
-                _check(client, jobs, new, new.id in cancelled)
+                _check(client, jobs, new.id, oracle(new), new.id in cancelled)
             eventually(lambda: not client.exists("tandem:leases"), "leases are left")
             assert_idle(client)
         finally:
-            codes = [keeper.close() for keeper in keepers]
+            codes = [keeper.close() for keeper in workers]
+            redis.close()
         assert codes == [0, 0]
 
 
@@ -110,18 +83,75 @@ def _random_job(chance: random.Random, number: int) -> NewJob:
     return new_job(
         tokens=chance.choice((12, 40, 90)),
         answer=chance.randint(1, 12),
-        stage="decode" if chance.random() < 0.25 else "prefill",
+        # The first four come to every point of the prefill.
+        stage="decode" if number > 3 and chance.random() < 0.5 else "prefill",
         conversation=f"conv_{number}" if locked else None,
         lock=locked,
         priority=chance.choice(("interactive", "normal", "batch")),
     )
 
 
-def _check(client: Any, jobs: Jobs, new: NewJob, was_cancelled: bool) -> None:
-    job = jobs.wait(new.id, 60)
-    said = answer(client, new.id)
+def _whole_stack(plan: Plan, chance: random.Random, folder: Path) -> None:
+    model = make_model_dir(folder / "m")
+    config = Config.model_validate(
+        {
+            "data_dir": str(folder / "d"),
+            "model": "test-model",
+            "model_dir": str(model),
+            "api": {"port": free_port("127.0.0.1")},
+            "jobs": {"lease_seconds": 3, "max_attempts": 5, "drain_seconds": 5},
+        }
+    )
+    data_dir.prepare(config)
+    store = Store.open(folder / "store", 64 << 20)
+    rpc = serve(store, config.store_socket)
+    tokenizer = Tokenizer.load(model)
+    keeper = keep_stack(config, folder, plan)
+    keeper.start()
+    thaw = Thaw(folder / "api.pid", folder / "fired")
+    if plan.victim == "api" and plan.act == "stop":
+        thaw.start()
+    http = Client(config)
+    client = connect(config.redis_url, patience=30)
+    jobs = Jobs(client)
+    try:
+        wanted: dict[str, list[int]] = {}
+        cancelled = set()
+        for number in range(JOBS):
+            text = f"{chance.random()} " * chance.choice((1, 3))
+            ids = build(tokenizer, items_of(text)).ids
+            count = chance.randint(1, 12)
+            background = number == 0 or chance.random() < 0.6
+            body = {"input": text, "max_output_tokens": count, "background": background}
+            key = f"key {number}"
+            resp = http.create(key, body)
+            assert resp == response_id("", key), "a repeated submission names the same job"
+            wanted[resp] = [answer_token(ids, position) for position in range(count)]
+            if background and not cancelled and chance.random() < 0.2:
+                http.cancel(resp)
+                cancelled.add(resp)
+        for resp, right in wanted.items():
+            _check(client, jobs, resp, right, resp in cancelled)
+        records = {key.decode() for key in client.scan_iter("tandem:job:*", count=1000)}
+        assert records == {f"tandem:job:{resp}" for resp in wanted}, "each was accepted once"
+        eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+        eventually(lambda: not client.exists("tandem:abandoned"), "a client is still missed", 60)
+        assert_idle(client)
+    finally:
+        thaw.done.set()
+        status = keeper.close()
+        http.close()
+        client.close()
+        rpc.close()
+        store.close()
+    assert status == 0, (folder / "stack.log").read_text()
+
+
+def _check(client: Any, jobs: Jobs, resp: str, right: list[int], was_cancelled: bool) -> None:
+    job = jobs.wait(resp, 60)
+    said = answer(client, resp)
     if was_cancelled and job.status == "cancelled":
-        assert said == oracle(new)[: len(said)], "what was said before the cancel is right"
+        assert said == right[: len(said)], "what was said before the cancel is right"
     else:
         assert job.status == "completed", job.error
-        assert said == oracle(new)
+        assert said == right

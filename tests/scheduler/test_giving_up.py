@@ -41,6 +41,15 @@ def test_the_same_request_attaches_to_the_abandoned_run(client: redis.Redis, job
     assert_idle(client)
 
 
+def test_a_submission_repeated_by_its_key_is_not_given_up(client: redis.Redis, jobs: Jobs) -> None:
+    new = new_job(digest="d")
+    jobs.accept(new)
+    jobs.abandon(new.id)
+    again = jobs.accept(new)
+    assert (again.id, again.duplicate) == (new.id, True)
+    assert not client.exists("tandem:abandoned")
+
+
 def test_an_abandoned_job_is_cancelled_after_its_grace(client: redis.Redis, jobs: Jobs) -> None:
     gone, kept = new_job(digest="d"), new_job(digest="e")
     jobs.accept(gone)
