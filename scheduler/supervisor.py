@@ -27,6 +27,7 @@ from scheduler import lifeline
 log = logging.getLogger("tandem.supervisor")
 
 CONFIGURATION = 78  # EX_CONFIG of sysexits.h
+_MAX_LOG = 16 << 20
 _FIRST_DELAY, _LAST_DELAY, _STABLE = 0.5, 30.0, 60.0
 #: Seconds after the drain for a worker to write the states that only its memory holds.
 _SAVING = 70.0
@@ -173,6 +174,7 @@ class Supervisor:
 
     def _start(self, service: Service) -> None:
         service.log_file.parent.mkdir(parents=True, exist_ok=True)
+        _turn_over(service.log_file)
         log_fd = os.open(service.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             service.process = subprocess.Popen(
@@ -261,3 +263,10 @@ def _clear(service: Service) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(service.group, signal.SIGKILL)
         service.group = None
+
+
+def _turn_over(log_file: Path) -> None:
+    """Keep one earlier log of a process, so that a log does not grow from start to start."""
+    with contextlib.suppress(FileNotFoundError):
+        if log_file.stat().st_size > _MAX_LOG:
+            os.replace(log_file, log_file.with_name(log_file.name + ".1"))

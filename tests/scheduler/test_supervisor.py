@@ -285,3 +285,15 @@ def test_stopping_from_another_thread(supervisor: Supervisor, tmp_path: Path) ->
     other.start()
     other.join()
     assert not one.running
+
+
+def test_a_long_log_is_turned_over_at_the_next_start(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_LOG", 100)
+    log_file = tmp_path / "idle.log"
+    log_file.write_text("x" * 101)
+    supervisor.add(Service("idle", [sys.executable, "-c", IDLE], log_file))
+    eventually(lambda: "up" in log_file.read_text(), "it does not start")
+    assert "x" not in log_file.read_text().split("up")[0]
+    assert (tmp_path / "idle.log.1").read_text() == "x" * 101
