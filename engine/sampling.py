@@ -15,6 +15,8 @@ from engine.errors import ModelError
 
 MAX_TOP_LOGPROBS = 20
 MAX_BIAS = 1024
+COLDEST = 1e-6
+"""Temperatures below this choose as 0 does: dividing by less could overflow float32."""
 Top = list[tuple[int, float]]
 
 
@@ -148,7 +150,7 @@ def sample(
     logprobs = None
     if params.top_logprobs >= 0:
         logprobs = logits - mx.logsumexp(logits)
-    if params.temperature == 0:
+    if params.temperature < COLDEST:
         return mx.argmax(logits), logprobs
     logits = _filter(logits / params.temperature, params)
     return mx.random.categorical(logits, key=draw_key(params.seed, position)), logprobs

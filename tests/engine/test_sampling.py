@@ -69,6 +69,11 @@ def test_low_temperature_approaches_greedy() -> None:
     assert {draw(params, position) for position in range(50)} == {int(ORDER[0])}
 
 
+@pytest.mark.parametrize("temperature", [1e-7, 1e-38, 1e-45, 5e-324])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    assert draw(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1), 3) == ORDER[0]
+
+
 def test_bias_and_mask_decide() -> None:
     assert draw(SamplingParams(logit_bias={17: 100.0}), 0) == 17
     assert draw(SamplingParams(logit_bias={int(ORDER[0]): -100.0}), 0) == ORDER[1]
