@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -62,11 +63,13 @@ class Client:
 
     def retrieve(self, response: str) -> dict[str, Any]:
         """A response as it is now."""
-        return self._call("GET", f"/v1/responses/{response}")
+        return self._call("GET", f"/v1/responses/{_segment(response)}")
 
     def cancel(self, response: str) -> dict[str, Any]:
         """Cancel a response, also one that somebody waits for, and return it."""
-        return self._call("POST", f"/v1/responses/{response}/cancel", params={"force": True})
+        return self._call(
+            "POST", f"/v1/responses/{_segment(response)}/cancel", params={"force": True}
+        )
 
     def jobs(self, status: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
         """Responses, newest first; `status` is one of Tandem's stages or "live"."""
@@ -76,7 +79,7 @@ class Client:
 
     def conversation(self, conversation: str) -> dict[str, Any]:
         """A conversation."""
-        return self._call("GET", f"/v1/conversations/{conversation}")
+        return self._call("GET", f"/v1/conversations/{_segment(conversation)}")
 
     def conversations(self, limit: int = 50) -> list[dict[str, Any]]:
         """Conversations, newest first."""
@@ -92,19 +95,19 @@ class Client:
 
     def update_conversation(self, conversation: str, **changes: Any) -> dict[str, Any]:
         """Change a conversation's metadata or whether it is pinned."""
-        return self._call("POST", f"/v1/conversations/{conversation}", json=changes)
+        return self._call("POST", f"/v1/conversations/{_segment(conversation)}", json=changes)
 
     def delete_conversation(self, conversation: str) -> dict[str, Any]:
         """Delete a conversation with everything in it."""
-        return self._call("DELETE", f"/v1/conversations/{conversation}")
+        return self._call("DELETE", f"/v1/conversations/{_segment(conversation)}")
 
     def items(self, conversation: str) -> list[dict[str, Any]]:
         """All items of a conversation, oldest first."""
-        return self._pages(f"/v1/conversations/{conversation}/items")
+        return self._pages(f"/v1/conversations/{_segment(conversation)}/items")
 
     def input_items(self, response: str) -> list[dict[str, Any]]:
         """A response's own input, oldest first."""
-        return self._pages(f"/v1/responses/{response}/input_items")
+        return self._pages(f"/v1/responses/{_segment(response)}/input_items")
 
     def events(self, response: str, after: int = -1) -> Iterator[dict[str, Any]]:
         """Events numbered above `after`, to the end; joins again where the connection drops."""
@@ -130,7 +133,9 @@ class Client:
 
     def _stream(self, response: str, after: int) -> Iterator[dict[str, Any]]:
         params: dict[str, str | int] = {"stream": "true", "starting_after": after}
-        with self._http.stream("GET", f"/v1/responses/{response}", params=params) as answer:
+        with self._http.stream(
+            "GET", f"/v1/responses/{_segment(response)}", params=params
+        ) as answer:
             if answer.status_code != 200:
                 answer.read()
                 raise _refused(answer)
@@ -153,6 +158,10 @@ class Client:
             answer = self._http.request(method, path, **options)
         except httpx.TransportError as error:
             raise self._lost(error) from error
+        except ValueError as error:
+            raise ClientError(
+                f"this cannot be sent ({error}): use UTF-8 text and finite numbers", 2
+            ) from error
         if answer.status_code >= 400:
             raise _refused(answer)
         try:
@@ -172,6 +181,13 @@ class Client:
             f"no Tandem answers at {self.url}: start it with `tandem up`, or name it with --url "
             f"or {URL}"
         )
+
+
+def _segment(name: str) -> str:
+    """An ID as one segment of a path, whatever is in it."""
+    if not name.strip("."):
+        raise ClientError(f"{name!r} is no ID: it begins with resp_ or conv_", 2)
+    return quote(name, safe="", errors="surrogateescape")
 
 
 def _refused(answer: httpx.Response) -> ClientError:

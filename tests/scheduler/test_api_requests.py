@@ -105,7 +105,17 @@ def test_bad_requests(
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[1]", b"\xff", b'{"input": "\\ud800"}', b'{"input":' + b"[" * 9999]
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"\xff",
+        b'{"input": "\\ud800"}',
+        b'{"input":' + b"[" * 9999,
+        b'{"input": "x", "tool_choice": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"input": "x", "metadata": {"a": "\\ud800"}}',
+    ],
 )
 def test_bodies_that_are_no_request(shared: Stack, raw: bytes) -> None:
     headers = {"content-type": "application/json"}
