@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from scheduler import events
 from scheduler.backend import Backend
 from scheduler.faults import bad, missing
 from scheduler.items import split
@@ -21,13 +23,24 @@ def find_job(backend: Backend, response: str) -> Job:
     if not is_id(response) or backend.deleted(response):
         raise missing("Response", response[:80], "response_id")
     try:
-        return backend.jobs.get(response)
+        job = backend.jobs.get(response)
     except JobNotFound:
         with backend.store() as store:
             turn = store.get_turn(response)
+    else:
+        return _with_what_it_said(backend, job)
     if turn is None:
         raise missing("Response", response[:80], "response_id")
     return job_of(turn)
+
+
+def _with_what_it_said(backend: Backend, job: Job) -> Job:
+    """A job that was stopped in its answer, with what its events hold of it."""
+    stopped = job.status in ("cancelled", "failed") and job.first_token_at is not None
+    if not stopped or job.output:
+        return job
+    said = events.replay(backend.redis, job.id).text
+    return replace(job, output={"text": said}) if said else job
 
 
 def job_of(turn: Turn) -> Job:

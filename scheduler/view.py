@@ -7,6 +7,7 @@ from typing import Any
 
 from scheduler.items import answer, message_id, output_items, text_part
 from scheduler.record import Forecast, Job, Status
+from scheduler.tools import for_client
 
 WIRE_STATUS: dict[Status, str] = {
     "queued": "queued",
@@ -64,17 +65,17 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "max_output_tokens": params.get("max_output_tokens"),
         "model": job.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": params.get("parallel_tool_calls", True),
         "previous_response_id": job.previous if about.get("by_response") else None,
         "conversation": {"id": job.conversation} if job.conversation else None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": _TIERS[job.priority],
         "store": request.get("store", True),
         "temperature": params.get("temperature"),
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
+        "text": {"format": params.get("format") or {"type": "text"}},
+        "tool_choice": params.get("tool_choice", "auto"),
+        "tools": for_client(request.get("tools") or ()),
+        "top_logprobs": max(0, params.get("top_logprobs") or 0),
         "top_p": params.get("top_p"),
         "truncation": "disabled",
         "usage": None,
@@ -111,7 +112,8 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
     """Tandem's own facts about a response: where it is, what it cost, which way it took.
 
     `new_tokens`: prompt tokens that no held state covered; `computed_tokens`: prompt tokens that
-    went through the model. Times are seconds since the job was accepted.
+    went through the model, None where that is not known (before the end, or stopped). Times are
+    seconds since the job was accepted.
     """
     path = {k: v for k, v in job.path.items() if k not in ("path", "cached_tokens")}
     prefilled = job.prefilled_tokens
@@ -119,7 +121,7 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
     times: dict[str, float] = {name: round(at - started, 6) for name, at in job.times.items()}
     if job.first_token_at is not None:
         times["first_token"] = round(job.first_token_at - started, 6)
-    cached = _cached(job, job.prompt_tokens) if job.ended else job.held_tokens
+    cached = job.held_tokens if job.usage is None else _cached(job, job.prompt_tokens)
     return {
         "stage": job.status,
         "queue": job.queue,
@@ -131,7 +133,7 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
         "prompt_tokens": job.prompt_tokens,
         "cached_tokens": cached,
         "new_tokens": job.prompt_tokens - cached,
-        "computed_tokens": job.computed_tokens if job.ended else None,
+        "computed_tokens": job.computed_tokens or None,
         "handoff": job.handoff,
         "times": times,
         "attempts": job.attempts_by_stage,

@@ -98,7 +98,7 @@ class Workers(threading.Thread):
             if number == len(pieces) // 2:
                 self.halfway.set()
                 if self._hold(job, self.may_finish):
-                    self.runs.cancelled(job, {"text": said, "finish": "cancelled"})
+                    self.runs.cancelled(job)
                     return True
             if len(ids) + len(new) >= limit:
                 finish = "length"

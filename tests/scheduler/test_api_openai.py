@@ -167,7 +167,13 @@ def test_cancel(stack: Stack, client: OpenAI) -> None:
     stack.workers.may_finish.clear()
     running = client.responses.create(model="test-model", input="Hi", background=True)
     assert stack.workers.halfway.wait(10)
-    assert client.responses.cancel(running.id).status == "cancelled"
+    stopped = client.responses.cancel(running.id)
+    assert stopped.status == "cancelled"
+    said = [e.delta for e in client.responses.retrieve(running.id, stream=True)
+            if e.type == "response.output_text.delta"]  # fmt: skip
+    assert stopped.output_text == "".join(said) != ""
+    assert client.responses.retrieve(running.id).output == stopped.output
+    assert stopped.to_dict()["tandem"]["computed_tokens"] is None, "nobody knows"
     stack.workers.open()
     done = client.responses.create(model="test-model", input="Hi", background=True)
     assert ended(client, done.id).status == "completed"
