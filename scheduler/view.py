@@ -7,7 +7,6 @@ from typing import Any
 
 from scheduler.items import answer, message_id, output_items, text_part
 from scheduler.record import Forecast, Job, Status
-from scheduler.tools import for_client
 
 WIRE_STATUS: dict[Status, str] = {
     "queued": "queued",
@@ -65,17 +64,17 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "max_output_tokens": params.get("max_output_tokens"),
         "model": job.model,
         "output": [],
-        "parallel_tool_calls": params.get("parallel_tool_calls", True),
+        "parallel_tool_calls": True,
         "previous_response_id": job.previous if about.get("by_response") else None,
         "conversation": {"id": job.conversation} if job.conversation else None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": _TIERS[job.priority],
         "store": request.get("store", True),
         "temperature": params.get("temperature"),
-        "text": {"format": params.get("format") or {"type": "text"}},
-        "tool_choice": params.get("tool_choice", "auto"),
-        "tools": for_client(request.get("tools") or ()),
-        "top_logprobs": max(0, params.get("top_logprobs") or 0),
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
         "top_p": params.get("top_p"),
         "truncation": "disabled",
         "usage": None,
