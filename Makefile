@@ -11,7 +11,8 @@ STAMP := $(VENV)/.tandem-installed
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade pip
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@# setuptools warns that folders may shadow a flat layout; tests/test_package.py watches that.
+	PYTHONWARNINGS=ignore $(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(STAMP)
