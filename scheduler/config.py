@@ -91,6 +91,11 @@ class PrefillConfig(_Section):
     chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
         0, description="tokens per forward pass; 0: 8192 on Metal, 256 on a CPU"
     )
+    small_chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
+        0,
+        description="tokens per forward pass while a short interactive job waits; "
+        "0: 2048 on Metal, on a CPU as the chunk",
+    )
 
 
 class DecodeConfig(_Section):

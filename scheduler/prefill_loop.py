@@ -16,8 +16,9 @@ from scheduler.worker import LoopWorker
 
 log = logging.getLogger("tandem.prefill")
 
-#: Called at every chunk boundary with the count of prompt tokens prefilled so far.
-Check = Callable[[int], None]
+#: Called at every chunk boundary with the count of prompt tokens prefilled so far. True: a short
+#: interactive job waits, and the next boundary should come soon.
+Check = Callable[[int], bool]
 
 #: Finishes a hand-off: returns its facts (bytes, seconds, path) once the decode node has it all.
 Tail = Callable[[], Mapping[str, Any]]
@@ -30,12 +31,13 @@ class PrefillEngine(Protocol):
         """Compute a prompt on this thread, sending what is finished.
 
         `check` raises Cancelled, Drain or Lost at a chunk boundary: free what is held and let it
-        pass. It raises Preempted only where the engine has an attribute `parks` > 0, the number
-        of unfinished prefills it can keep: keep this one's state, let the exception pass, and
-        begin there when the job comes again. Such an engine may keep a cancelled one as well, for
-        a later job with the same prompt. Any other exception fails the job. The returned tail
-        runs on a background thread while the next prompt is computed; when it raises, the decode
-        node prefills by itself.
+        pass. Where it returns True, go on in smaller chunks until it returns False. It raises
+        Preempted only where the engine has an attribute `parks` > 0, the number of unfinished
+        prefills it can keep: keep this one's state, let the exception pass, and begin there when
+        the job comes again. Such an engine may keep a cancelled one as well, for a later job with
+        the same prompt. Any other exception fails the job. The returned tail runs on a background
+        thread while the next prompt is computed; when it raises, the decode node prefills by
+        itself.
         """
         ...
 
@@ -92,13 +94,20 @@ class PrefillLoop(LoopWorker):
         settled = True
         begun_at = -1
 
-        def check(prefilled: int) -> None:
+        def check(prefilled: int) -> bool:
             nonlocal begun_at
             self.check(execution, prefilled)
             if begun_at < 0:
                 begun_at = prefilled
-            elif prefilled > begun_at and self._should_park(execution, prefilled):
-                raise Preempted
+            if prefilled == begun_at or prefilled >= job.prompt_tokens - 1 or self.stopping:
+                return False
+            try:
+                ahead = self.runs.look_ahead(job, self.queue, self.holder, prefilled)
+                if ahead.better and self._may_park():
+                    raise Preempted
+            except AWAY:
+                return False
+            return ahead.interactive
 
         self._parked.discard(job.id)
         try:
@@ -128,20 +137,12 @@ class PrefillLoop(LoopWorker):
             if settled:
                 self._room.release()
 
-    def _should_park(self, execution: Execution, prefilled: int) -> bool:
-        """Whether a much better job waits and there is room to park this one."""
-        job = execution.job
+    def _may_park(self) -> bool:
+        """Whether there is room to park another prefill."""
         room = min(getattr(self._engine, "parks", 0), self.settings.max_parked)
-        if room <= 0 or self.stopping or prefilled >= job.prompt_tokens - 1:
-            return False
-        try:
-            if not self.runs.better_waits(job, self.queue, self.holder, prefilled):
-                return False
-            if len(self._parked) >= room:
-                self._parked = {resp for resp in self._parked if self.runs.is_parked(resp)}
-            return len(self._parked) < room
-        except AWAY:
-            return False
+        if len(self._parked) >= room > 0:
+            self._parked = {resp for resp in self._parked if self.runs.is_parked(resp)}
+        return len(self._parked) < room
 
     def _hand_off(self, execution: Execution, tail: Tail, begun_at: int) -> None:
         """On a background thread: finish the transfer, then the stage."""

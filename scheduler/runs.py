@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import redis
 
@@ -46,6 +46,14 @@ class Drain(Exception):
 
 class SendBack(Exception):
     """A decode cannot begin here (its state is gone): the job is to be prefilled again."""
+
+
+class Ahead(NamedTuple):
+    """What waits at a chunk boundary: a job that should run before the rest of the present one,
+    and an interactive one that is shorter than that rest."""
+
+    better: bool
+    interactive: bool
 
 
 class Runs:
@@ -177,8 +185,8 @@ class Runs:
         status, parked = self.client.hmget(f"tandem:job:{resp}", "status", "parked_by")
         return status == b"queued" and bool(parked)
 
-    def better_waits(self, job: Job, queue: str, holder: str, prefilled: int) -> bool:
-        """Whether a waiting job should run before the rest of this one does."""
+    def look_ahead(self, job: Job, queue: str, holder: str, prefilled: int) -> Ahead:
+        """Who waits while this job has `prefilled` of its tokens."""
         args = {
             "id": job.id,
             "queue": queue,
@@ -187,7 +195,8 @@ class Runs:
             "gain": self.settings.preempt_gain,
             "policy": policy.arguments(self.settings),
         }
-        return bool(scripts.call(self.client, "better", args))
+        better, interactive = scripts.call(self.client, "better", args)
+        return Ahead(bool(better), bool(interactive))
 
     def send_back(self, job: Job) -> Release:
         """Let a decode job be prefilled again. "failed" after `max_attempts` such returns."""

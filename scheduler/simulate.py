@@ -111,7 +111,7 @@ class Node:
             "now": now,
             "policy": policy.arguments(self._settings, self._rate),
         }
-        return bool(scripts.call(self._client, "better", args))
+        return bool(scripts.call(self._client, "better", args)[0])
 
     def _step(self, now: float, **more: Any) -> Any:
         args = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.keepalive import KeepAlive
 from engine.model import Model
-from engine.prefill import Prefill, append_schedule
+from engine.prefill import MIN_CHUNK, Prefill, append_schedule
 from scheduler.execution import Execution
 from scheduler.record import Job
 from scheduler.runs import Cancelled, Preempted
@@ -18,6 +18,10 @@ from worker_prefill.handoff import Links
 from worker_prefill.parked import Parked
 
 log = logging.getLogger("tandem.prefill")
+
+#: Tokens per forward pass on Metal while a short interactive job waits: a quarter of the default
+#: chunk, so that the job waits for two seconds rather than for seven.
+SMALL_CHUNK = 2048
 
 
 class Engine:
@@ -30,8 +34,10 @@ class Engine:
         chunk: int = 0,
         parked: Parked | None = None,
         pulse: KeepAlive | None = None,
+        small_chunk: int = 0,
     ) -> None:
-        """`chunk` is the number of tokens per forward pass, 0 for the model's own. `parked`
+        """`chunk` is the number of tokens per forward pass, 0 for the model's own; `small_chunk`
+        that while a short interactive job waits, 0 for the device's default. `parked`
         bounds what is kept of unfinished prompts; nothing without it. `pulse` keeps an idle
         device awake."""
         self._model = model
@@ -39,6 +45,8 @@ class Engine:
         self._working = nullcontext if pulse is None else pulse.working
         self._parked = Parked(0, 0, 0.0) if parked is None else parked
         self.chunk = chunk or model.chunk
+        small = small_chunk or (SMALL_CHUNK if model.device.kind == "metal" else self.chunk)
+        self.small_chunk = min(max(small, MIN_CHUNK), self.chunk)
 
     @property
     def parks(self) -> int:
@@ -46,12 +54,13 @@ class Engine:
         return self._parked.limit
 
     def prefill(
-        self, execution: Execution, job: Job, check: Callable[[int], None]
+        self, execution: Execution, job: Job, check: Callable[[int], bool]
     ) -> Callable[[], Mapping[str, Any]]:
         """Compute a prompt but its last token, whose logits the decode node computes.
 
         Finished blocks leave while the next chunk is computed. `check` is called at every chunk
-        boundary and may raise. Returns what finishes the hand-off, to be called on any thread.
+        boundary and may raise; where it returns True, the chunks are small until it returns False.
+        Returns what finishes the hand-off, to be called on any thread.
         A prompt that was interrupted, or begins like one that was, goes on from there.
         """
         ids = job.prompt_ids
@@ -70,12 +79,14 @@ class Engine:
         if handoff.hopeless:
             return handoff.give_up  # a state that nobody takes is not computed
         exporter = Exporter(layout, ids)
-        begun_at = run.position
+        begun_at, chunk = run.position, self.chunk
         try:
             if run.position:
                 handoff.send(exporter.rows(run.caches, run.position, last=not run.remaining))
             while run.remaining:
-                check(run.position)
+                wanted = self.small_chunk if check(run.position) else self.chunk
+                if wanted != chunk:
+                    run.replan(chunk := wanted)
                 with self._working():
                     start, end = run.step()
                 append_schedule(schedule, end - start)

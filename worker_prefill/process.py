@@ -63,7 +63,8 @@ def run(config: Config, model_dir: Path) -> int:
             config.jobs.max_parked, model.device.working_set_bytes // 8, config.jobs.parked_seconds
         )
         pulse = KeepAlive(keepalive_interval(config.device.keepalive_seconds, model.device))
-        engine = Engine(model, links, config.prefill.chunk, parked, pulse)
+        small = config.prefill.small_chunk
+        engine = Engine(model, links, config.prefill.chunk, parked, pulse, small)
         loop = PrefillLoop(
             config.redis_url,
             engine,

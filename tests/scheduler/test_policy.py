@@ -26,10 +26,10 @@ def jobs(client: redis.Redis) -> Iterator[Jobs]:
     return Jobs(client)
 
 
-def order(client: redis.Redis, holder: str = "prefill:local") -> list[str]:
+def order(client: redis.Redis, holder: str = "prefill:local", queue: str = "prefill") -> list[str]:
     """Ids in the order in which one worker would take them, all at this moment."""
     taken = []
-    while job := Runs(client).take("prefill", "w", holder):
+    while job := Runs(client).take(queue, "w", holder):
         taken.append(job.id)
     return taken
 
@@ -59,9 +59,23 @@ def test_short_work_first_then_what_has_waited(client: redis.Redis, jobs: Jobs) 
 
 
 def test_what_counts_is_what_is_left_to_compute(client: redis.Redis, jobs: Jobs) -> None:
+    held = accept(jobs, 60_000, held_tokens=59_900, stage="decode")
+    plain = accept(jobs, 1000, stage="decode")
+    assert order(client, queue="decode") == [held, plain]
+    # A prefill worker computes the whole prompt, whatever a decode node holds of it.
     held = accept(jobs, 60_000, held_tokens=59_900)
     plain = accept(jobs, 1000)
-    assert order(client) == [held, plain]
+    assert jobs.forecast("prefill")[held].start == pytest.approx(1.0)
+    assert order(client) == [plain, held]
+
+
+def test_what_decode_sends_back_is_as_long_as_its_prompt(client: redis.Redis, jobs: Jobs) -> None:
+    sent = accept(jobs, 5000, held_tokens=4990, stage="decode")
+    job = Runs(client).take("decode", "w", "decode:local")
+    assert job is not None
+    assert Runs(client).send_back(job) == "requeued"
+    short, long = accept(jobs, 1000), accept(jobs, 9000)
+    assert order(client) == [short, sent, long]
 
 
 def test_a_parked_prefix_counts_for_the_worker_that_has_it(client: redis.Redis, jobs: Jobs) -> None:
@@ -117,7 +131,7 @@ def test_a_job_is_only_parked_for_a_much_better_one(client: redis.Redis, jobs: J
     assert job is not None
 
     def better(prefilled: int) -> bool:
-        return runs.better_waits(job, "prefill", "prefill:local", prefilled)
+        return runs.look_ahead(job, "prefill", "prefill:local", prefilled).better
 
     assert not better(8192), "nobody waits"
     accept(jobs, 30_000)
@@ -129,6 +143,32 @@ def test_a_job_is_only_parked_for_a_much_better_one(client: redis.Redis, jobs: J
     age(client, job.id, 500.0)
     accept(jobs, 10)
     assert not better(8192), "what is overdue itself is not parked"
+
+
+def test_a_short_interactive_job_is_seen_at_the_boundary(client: redis.Redis, jobs: Jobs) -> None:
+    runs = Runs(client)
+    running = accept(jobs, 40_000, priority="interactive")
+    job = runs.take("prefill", "w", "prefill:local")
+    assert job is not None
+    assert job.id == running
+
+    def waits(prefilled: int) -> bool:
+        return runs.look_ahead(job, "prefill", "prefill:local", prefilled).interactive
+
+    accept(jobs, 100)
+    accept(jobs, 100, priority="batch")
+    long = accept(jobs, 50_000, priority="interactive")
+    assert not waits(8192), "none is interactive and short"
+    short = accept(jobs, 30_000, priority="interactive")
+    assert waits(8192)
+    assert not waits(20_000), "it is longer than what is left"
+    jobs.cancel(short)
+    assert not waits(8192)
+    age(client, running, 1000.0)
+    short = accept(jobs, 10, priority="interactive")
+    assert waits(8192), "also where the running job is overdue and will not be parked"
+    for resp in (long, short):
+        jobs.cancel(resp)
 
 
 def test_the_whole_choice_at_ten_thousand_waiting(client: redis.Redis, jobs: Jobs) -> None:

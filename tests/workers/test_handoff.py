@@ -103,6 +103,21 @@ def test_a_state_crosses_the_link(
     arrived(nodes[0], model, job)
 
 
+def test_chunks_are_small_while_an_interactive_job_waits(
+    llama: Model, links: Links, redis_url: str, nodes: list[DecodeNode]
+) -> None:
+    nodes.append(DecodeNode(redis_url, llama, "a"))
+    job = make_job(prompt(201))
+    engine = Engine(llama, links, CHUNK, small_chunk=CHUNK // 2)
+    facts = engine.prefill(Execution(job), job, lambda done: done in (64, 96))()
+    assert facts["schedule"] == [[64, 1], [32, 2], [36, 2]], "72 at the end are shared out"
+    pieces = nodes[0].inbox.take(job.id)
+    assert pieces is not None
+    assert restore(llama, pieces, job.prompt_ids).ids == job.prompt_ids[:-1]
+    assert Engine(llama, links, CHUNK).small_chunk == CHUNK, "on a CPU there is but one size"
+    assert Engine(llama, links, CHUNK, small_chunk=9000).small_chunk == CHUNK
+
+
 def test_the_promise_covers_every_length(
     model: Model, links: Links, redis_url: str, nodes: list[DecodeNode]
 ) -> None:
