@@ -131,9 +131,8 @@ class Jobs:
         limit = self.settings.max_wait_seconds
         if not limit or new.priority != "interactive" or new.background:
             return
-        wait = self.predicted_wait(
-            tokens - new.held_tokens, owner=new.owner, priority=new.priority, queue=queue
-        )
+        left = tokens - (new.held_tokens if new.stage == "decode" else 0)
+        wait = self.predicted_wait(left, owner=new.owner, priority=new.priority, queue=queue)
         if wait > limit and not self.client.exists(f"tandem:job:{new.id}"):
             raise QueueFull(
                 f"the predicted wait is {wait:.0f} s and {limit:g} s are allowed: "

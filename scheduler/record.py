@@ -102,11 +102,12 @@ def unpack_ids(data: bytes) -> list[int]:
 class NewJob:
     """What `Jobs.accept` needs to know.
 
-    `prompt_ids`: the whole prompt, cached part included; `held_tokens`: how many of them a stored
-    state covers. `stage`: "prefill", or "decode" where the decode node `node` prefills by itself.
-    `lock`: refuse a second live turn on `conversation`. `digest`: hash of the request body, which
-    tells a repeated submission from another one under the same key. `deadline`: seconds from now
-    within which the first token is wanted.
+    `prompt_ids`: the whole prompt, cached part included; `held_tokens`: how many of them a state
+    at the decode node covers, which saves work where that node computes the rest. `stage`:
+    "prefill", or "decode" where the decode node `node` prefills by itself. `lock`: refuse a second
+    live turn on `conversation`. `digest`: hash of the request body, which tells a repeated
+    submission from another one under the same key. `deadline`: seconds from now within which the
+    first token is wanted.
     """
 
     id: str

@@ -1,7 +1,8 @@
 -- Which waiting job is next. The whole rule:
 --
 --   s   = prompt tokens still to compute / measured rate    seconds of work; a prefix that this
---                                                           worker keeps parked counts as done
+--                                                           worker keeps parked counts as done,
+--                                                           a stored one where decode restores it
 --   W   = class weight * owner weight                       1: a normal job of a modest owner
 --   x   = (wait + s) / (horizon * W)                        the part of its time a job has used;
 --                                                           with a deadline, of the time it gave
@@ -24,9 +25,10 @@ end
 local function facts(id, holder)
   local f = redis.call('HMGET', record(id), 'created_at', 'deadline', 'owner', 'priority',
                        'prompt_tokens', 'held_tokens', 'parked_by', 'parked_tokens', 'handoff',
-                       'node')
+                       'node', 'stage')
   if not f[1] then return nil end
-  local held = tonumber(f[6] or '0')
+  -- A prefill worker has no stored states: what comes to it is computed from the start.
+  local held = f[11] == 'prefill' and 0 or tonumber(f[6] or '0')
   if f[7] and (holder == nil or f[7] == holder) then held = math.max(held, tonumber(f[8])) end
   return {
     id = id, created = tonumber(f[1]), deadline = tonumber(f[2] or ''), owner = f[3] or '',

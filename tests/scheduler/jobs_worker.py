@@ -62,7 +62,7 @@ class CountingPrefill:
     def prefill(
         self, execution: Execution, job: Job, check: Callable[[int], None]
     ) -> Callable[[], Mapping[str, Any]]:
-        begin = self.parked.pop(str(job.prompt_ids), job.held_tokens)
+        begin = self.parked.pop(str(job.prompt_ids), 0)
         done, stop = begin, job.prompt_tokens - 1
         try:
             check(done)
