@@ -13,6 +13,7 @@ from typing import Any
 
 import redis
 
+from scheduler import bench_waiting
 from scheduler.jobs import Jobs
 from scheduler.queue import rq_queue
 from scheduler.record import JobError, NewJob, response_id
@@ -48,8 +49,8 @@ class BenchWorker:
             self._process.wait()
 
 
-def run(jobs: int = 200) -> dict[str, Any]:
-    """Measure with `jobs` jobs of each kind. Times in ms.
+def run(jobs: int = 200, waiting: int = 10_000) -> dict[str, Any]:
+    """Measure with `jobs` jobs of each kind, and with `waiting` ones in the queue. Times in ms.
 
     Raises JobError where a worker does not do what was to be measured.
     """
@@ -58,12 +59,14 @@ def run(jobs: int = 200) -> dict[str, Any]:
         latency = _latency(url, client, jobs)
         trips = _round_trips(url, client, jobs)
         gap = _gap(url, client, min(jobs, 100))
+        many = bench_waiting.run(client, waiting)
     return {
         "jobs": jobs,
         "submissions_per_s": submissions,
         **latency,
         **trips,
         **gap,
+        "waiting": many,
         "ratios": {
             "start_latency_vs_rq": round(
                 latency["start_latency_ms_p50"] / latency["rq_start_latency_ms_p50"], 3
@@ -197,18 +200,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Measure the queue with workers that compute nothing, beside stock RQ.",
     )
     parser.add_argument("--jobs", type=int, default=200, help="jobs of each kind")
+    parser.add_argument("--waiting", type=int, default=10_000, help="jobs in the long queue")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.jobs < 10:
-        raise JobError("--jobs must be at least 10")
-    report = run(args.jobs)
+    if args.jobs < 10 or args.waiting < 200:
+        raise JobError("--jobs must be at least 10 and --waiting at least 200")
+    report = run(args.jobs, args.waiting)
     if args.json:
         print(json.dumps(report))
         return 0
-    flat = {k: v for k, v in report.items() if k != "ratios"} | report["ratios"]
+    flat = {k: v for k, v in report.items() if k not in ("ratios", "waiting")} | report["ratios"]
+    flat |= {f"waiting.{name}": value for name, value in report["waiting"].items()}
     for name, value in flat.items():
         print(f"{name:28}{value:>12}")
     return 0

@@ -57,7 +57,7 @@ class PacedPrefill:
         self.busy: list[tuple[float, float]] = []
 
     def prefill(
-        self, execution: Execution, job: Job, check: Callable[[int], None]
+        self, execution: Execution, job: Job, check: Callable[[int], bool]
     ) -> Callable[[], Mapping[str, Any]]:
         """All chunks. Notes how long ago the job before ended, and when each chunk was computed."""
         if self._left:

@@ -17,6 +17,7 @@ from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
 from scheduler.queue import PREFILL, first_queue
 from scheduler.record import (
+    LISTED,
     RESPONSE_ID,
     STATUSES,
     Accepted,
@@ -38,8 +39,10 @@ from scheduler.serializer import pack
 #: What is told last about a cancelled job; OpenAI's clients know no event of that name.
 CANCELLED_EVENT = {"type": "response.incomplete", "status": "cancelled", "reason": "cancelled"}
 
-#: Waiting jobs that a forecast looks at.
-_FORECAST = 1000
+#: Waiting jobs that a forecast looks at: it is asked for often, and Redis does nothing else then.
+_FORECAST = 250
+
+_LISTED = [name.encode() for name in LISTED]
 
 
 class Jobs:
@@ -188,17 +191,30 @@ class Jobs:
             raise JobNotFound(f"no job {resp}: check the id")
         return cast(Status, status)
 
-    def list(self, states: Iterable[Status] | None = None, limit: int = 100) -> list[Job]:
-        """At most `limit` jobs in the given states (all by default), last accepted first."""
+    def list(self, states: Iterable[Status] | None = None, limit: int = 50) -> list[Job]:
+        """At most `limit` jobs in the given states (all by default), last accepted first.
+
+        Without their answers. Only what is shown is fetched.
+        """
         wanted = tuple(states) if states is not None else STATUSES
         pipe = self.client.pipeline(transaction=False)
         for status in wanted:
             pipe.zrevrange(f"tandem:jobs:{status}", 0, limit - 1)
         ids = [member.decode() for members in pipe.execute() for member in members]
+        if len(ids) > limit:
+            for resp in ids:
+                pipe.hget(f"tandem:job:{resp}", "created_at")
+            ages = [float(at or 0) for at in pipe.execute()]
+            newest = sorted(zip(ages, ids, strict=True), reverse=True)[:limit]
+            ids = [resp for _, resp in newest]
         for resp in ids:
-            pipe.hgetall(f"tandem:job:{resp}")
-        found = [parse(resp, raw) for resp, raw in zip(ids, pipe.execute(), strict=True) if raw]
-        return sorted(found, key=lambda job: job.created_at, reverse=True)[:limit]
+            pipe.hmget(f"tandem:job:{resp}", LISTED)
+        found = []
+        for resp, values in zip(ids, pipe.execute(), strict=True):
+            raw = {k: v for k, v in zip(_LISTED, values, strict=True) if v is not None}
+            if b"status" in raw:
+                found.append(parse(resp, raw))
+        return sorted(found, key=lambda job: job.created_at, reverse=True)
 
     def counts(self) -> dict[Status, int]:
         """How many jobs are in each state (terminal ones: within their lifetime)."""
@@ -220,7 +236,7 @@ class Jobs:
         return self.forecast(job.queue).get(resp)
 
     def forecast(self, queue: str = PREFILL) -> dict[str, Forecast]:
-        """Place and predicted start of what waits in a queue (of the smallest 1,000 there)."""
+        """Place and predicted start of what waits in a queue (of the smallest 250 there)."""
         flat = self._forecast(queue)[1]
         return {
             resp.decode(): Forecast(place, float(start))

@@ -35,6 +35,15 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 TERMINAL: frozenset[Status] = frozenset(("completed", "incomplete", "failed", "cancelled"))
 LIVE: frozenset[Status] = frozenset(STATUSES) - TERMINAL
 
+#: What a list shows of a job: all of its record but its answer.
+LISTED: tuple[str, ...] = (
+    "status", "stage", "owner", "model", "request", "conversation", "previous", "node", "queue",
+    "background", "priority", "created_at", *(f"t_{status}" for status in STATUSES),
+    "t_first_token", "prompt_tokens", "held_tokens", "prefilled_tokens", "computed_tokens", "run",
+    "worker", "attempts", "p_attempts", "cancel", "seq", "handoff", "usage", "error", "reason",
+    "path",
+)  # fmt: skip
+
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}\Z")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 import redis
 from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
 
-from scheduler import policy, scripts
+from scheduler import bench_waiting, policy, scripts
 from scheduler.config import JobsConfig
 from scheduler.jobs import Jobs
-from scheduler.queue import rq_queue
 from scheduler.runs import Runs
 
 SETTINGS = JobsConfig()
@@ -171,27 +169,11 @@ def test_a_short_interactive_job_is_seen_at_the_boundary(client: redis.Redis, jo
         jobs.cancel(resp)
 
 
-def test_the_whole_choice_at_ten_thousand_waiting(client: redis.Redis, jobs: Jobs) -> None:
-    jobs = Jobs(client, JobsConfig(max_waiting=20_000))
-    before = client.info("memory")["used_memory"]
-    ids = [accept(jobs, 50 + k % 977, owner=f"o{k % 7}") for k in range(10_000)]
-    memory = (client.info("memory")["used_memory"] - before) / len(ids)
-    runs = Runs(client)
-
-    def median(call: Any, rounds: int = 50) -> float:
-        times = []
-        for k in range(rounds):
-            start = time.perf_counter()
-            call(k)
-            times.append(time.perf_counter() - start)
-        return statistics.median(times) * 1000
-
-    pick = median(lambda k: runs.take("prefill", "w", "prefill:local"))
-    cancel = median(lambda k: jobs.cancel(ids[100 * k]))
-    listed = median(lambda k: jobs.list(("queued",), limit=20))
-    print(f"pick {pick:.2f} ms, cancel {cancel:.2f} ms, list {listed:.2f} ms, {memory:.0f} B/job")
-    assert jobs.list(("queued",), limit=20)
-    assert rq_queue("prefill", client).count < 10_000
+def test_pick_list_and_cancel_among_very_many(client: redis.Redis) -> None:
+    """What it costs is measured by `tandem bench queue`."""
+    report = bench_waiting.run(client, 10_000 if os.environ.get("TANDEM_SOAK") else 2000)
+    print(report)
+    assert report["bytes_per_job"] - report["prompt_bytes_per_job"] < 10_000
 
 
 def test_a_long_prefill_is_parked_and_nothing_is_computed_twice(
