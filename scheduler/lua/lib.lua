@@ -2,6 +2,8 @@
 -- keys of its RQ shadow. Keys are built from ids, so the server must not be a cluster.
 local RQ = '@RQ@'
 local args = cmsgpack.unpack(ARGV[1])
+-- Seconds for which the token ids of an ended job are kept: its turn has them in the store.
+local PROMPT_KEEP = 3600
 local TERMINAL = {completed = true, incomplete = true, failed = true, cancelled = true}
 
 local clock = redis.call('TIME')
@@ -104,9 +106,9 @@ local function finish(id, status, events, fields)
   redis.call('ZREM', 'tandem:leases', id)
   redis.call('ZREM', 'tandem:abandoned', id)
   unpromise(id)
-  for _, name in ipairs({key, 'tandem:events:' .. id, 'tandem:prompt:' .. id}) do
-    redis.call('EXPIRE', name, args.keep)
-  end
+  redis.call('EXPIRE', key, args.keep)
+  redis.call('EXPIRE', 'tandem:events:' .. id, args.keep)
+  redis.call('EXPIRE', 'tandem:prompt:' .. id, math.min(args.keep, PROMPT_KEEP))
   redis.call('ZREMRANGEBYSCORE', 'tandem:jobs:' .. status, 0, stamp(NOW - args.keep))
 end
 

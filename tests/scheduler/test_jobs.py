@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from jobs_kit import assert_idle, new_job
 from rq import Queue
 
 from scheduler import events
+from scheduler.config import JobsConfig
 from scheduler.jobs import Jobs
 from scheduler.queue import rq_queue
 from scheduler.record import (
@@ -18,6 +20,7 @@ from scheduler.record import (
     JobError,
     JobNotFound,
     NewJob,
+    Result,
     response_id,
 )
 from scheduler.runs import Runs
@@ -188,3 +191,36 @@ def test_a_full_redis_refuses_and_leaves_nothing(client: redis.Redis) -> None:
     finally:
         client.config_set("maxmemory", 0)
     jobs.accept(new_job())
+
+
+def test_a_list_shows_the_newest_without_their_answers(client: redis.Redis) -> None:
+    jobs, runs = Jobs(client), Runs(client)
+    ids = []
+    for _ in range(6):
+        new = new_job(stage="decode")
+        jobs.accept(new)
+        ids.append(new.id)
+    for _ in range(3):
+        job = runs.take("decode", "w", "decode:local")
+        assert job is not None
+        runs.finish(job, Result(output={"text": "x"}, usage={"output_tokens": 6}))
+    assert [job.id for job in jobs.list(limit=4)] == ids[:1:-1]
+    done = jobs.list(("completed",))
+    assert len(done) == 3
+    assert [job.output for job in done] == [None] * 3
+    assert jobs.list(limit=10) == [
+        dataclasses.replace(jobs.get(resp), output=None) for resp in reversed(ids)
+    ]
+
+
+def test_a_prompt_is_kept_for_less_long_than_its_answer(client: redis.Redis) -> None:
+    jobs, runs = Jobs(client, JobsConfig(result_days=2)), Runs(client, JobsConfig(result_days=2))
+    new = new_job(stage="decode")
+    jobs.accept(new)
+    job = runs.take("decode", "w", "decode:local")
+    assert job is not None
+    assert client.ttl(f"tandem:prompt:{new.id}") == -1, "while it runs it stays"
+    runs.finish(job, Result())
+    assert 3500 < client.ttl(f"tandem:prompt:{new.id}") <= 3600
+    for name in ("job", "events"):
+        assert client.ttl(f"tandem:{name}:{new.id}") > 86_400
