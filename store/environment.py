@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import lmdb
 import msgpack
 
-from store.errors import StoreError, StoreFull, StoreStuck
+from store.errors import MapFull, StoreError, StoreFull, StoreStuck
 
 Txn: TypeAlias = Any
 Table: TypeAlias = Any
@@ -132,8 +132,9 @@ class Environment:
     def write(self, work: Callable[[Txn], T]) -> T:
         """Run `work` in a write transaction on the writing thread and return after its commit.
 
-        An exception in `work` rolls everything back and is raised here. Raises StoreFull when
-        the map or the disk is full, StoreStuck when the write lock is not given in time.
+        An exception in `work` rolls everything back and is raised here. Raises MapFull or
+        StoreFull when the map or the disk is full, StoreStuck when the write lock is not given
+        in time.
         """
         task = _Task(work)
         if self.closed:
@@ -164,7 +165,7 @@ class Environment:
                 else:
                     txn.abort()
             except lmdb.MapFullError:
-                task.error = StoreFull("the store's map is full: raise its size or evict")
+                task.error = MapFull("the store's map is full: raise its size or evict")
             except lmdb.Error as error:
                 task.error = _translate(error)
             except BaseException as error:

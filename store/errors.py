@@ -11,6 +11,10 @@ class StoreFull(StoreError):
     """There is no room: the map is full of what may not be evicted, or the disk is full."""
 
 
+class MapFull(StoreFull):
+    """LMDB found no free run of pages: space is freed but not usable yet, or in small pieces."""
+
+
 class StoreStuck(StoreError):
     """The write lock could not be had within its deadline: another process holds it."""
 

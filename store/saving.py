@@ -18,7 +18,7 @@ from store import pages
 from store.blocks import ROOT, SNAPSHOT, Blocks, Prepared, Record, prepare
 from store.codec.header import Piece
 from store.environment import VALUE_BYTES, Environment, Txn
-from store.errors import StoreError, StoreGap
+from store.errors import MapFull, StoreError, StoreGap
 from store.eviction import Evictor
 from store.reuse import MAX_DEPTH
 from store.states import Pins, State, States
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 PARTS_PER_COMMIT = 64
 """Bulk values in one transaction: LMDB keeps them in memory until the commit (64 MiB), and a
 turn's record waits for at most one such commit."""
+
+PLACE_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,7 @@ class Saver:
             base_id, holders = self._base(turn_id, base, start, chain)
             items = _prepare_all(pieces, snapshot, base_id, ids)
             with self._pins.hold([*holders, turn_id]):
-                evicted, new = self._make_room(items, base_id)
-                self._write(new)
+                evicted, new = self._place(items, base_id)
                 head = items[-2].ident if pieces else base_id
                 state = State(
                     turn=turn_id,
@@ -140,13 +141,37 @@ class Saver:
                     return ident, []
         raise StoreGap(f"nothing stored ends at token {start} of turn {turn_id}: save all of it")
 
-    def _make_room(self, items: list[Prepared], base_id: bytes) -> tuple[int, list[Prepared]]:
-        """Evict for what is not stored yet; returns (states evicted, objects to write)."""
+    def _place(self, items: list[Prepared], base_id: bytes) -> tuple[int, list[Prepared]]:
+        """Make room and write what is missing; returns (states evicted, objects written).
+
+        Free pages of a small map may lie in pieces too short for a bulk value. What that needs is
+        more room: each attempt frees as much again as the one before.
+        """
+        total = 0
+        for attempt in range(PLACE_ATTEMPTS):
+            evicted, new = self._make_room(items, base_id, (1 << attempt) - 1)
+            total += evicted
+            try:
+                self._write(new)
+            except MapFull:
+                if attempt == PLACE_ATTEMPTS - 1:
+                    raise
+                log.info("no run of free pages is long enough: making more room")
+                self._environment.heartbeat()  # what the failed attempt freed becomes usable
+            else:
+                break
+        return total, new
+
+    def _make_room(
+        self, items: list[Prepared], base_id: bytes, spare: int
+    ) -> tuple[int, list[Prepared]]:
+        """Evict for what is not stored yet and `spare` times as much; returns (states evicted,
+        objects to write)."""
         evicted = 0
         new = self._missing(items)
         while True:
             need = sum(self._cost(item.record) for item in new) + 64
-            evicted += self._evictor.make_room(need)
+            evicted += self._evictor.make_room(need * (1 + spare))
             again = self._missing(items)
             if len(again) == len(new):
                 break

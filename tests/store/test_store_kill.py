@@ -25,6 +25,9 @@ class Told:
     """What the worker has acknowledged, over all its lives."""
 
     turns: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    begun: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    """Turns of which at least the beginning was told: one may be stored, and be continued by the
+    next life, whose acknowledgement the kill cut off."""
     states: dict[str, int] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     dropped: set[str] = field(default_factory=set)
@@ -44,6 +47,8 @@ class Told:
                 self.dropped.add(words[1])
             elif words[0].startswith("?"):
                 begun = words
+                if words[0] == "?turn":
+                    self.begun[words[1]] = (words[2], words[3], int(words[4]))
             else:
                 self.operations += 1
                 begun = []
@@ -83,7 +88,7 @@ def one_life(path: Path, seed: str, seconds: float) -> list[str]:
 
 
 def full_ids(told: Told, turn: str) -> list[int]:
-    _, parent, count = told.turns[turn]
+    _, parent, count = told.begun[turn]
     return ([] if parent == "None" else full_ids(told, parent)) + ids_of(turn, count)
 
 
