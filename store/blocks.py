@@ -193,21 +193,28 @@ class Blocks:
             raise StoreError(f"{name} has other bytes than were saved")
         return int(digest)
 
-    def view_part(self, txn: Txn, ident: bytes, record: Record) -> memoryview:
-        """The payload of an object of one bulk part, in the map: valid within `txn` only.
+    def view_parts(self, txn: Txn, ident: bytes, record: Record) -> list[memoryview]:
+        """The payload of an object in its bulk parts, in the map: valid within `txn` only.
 
-        Nothing but its place is checked; the bytes are for the reader to verify. Raises
-        StoreError when it is missing.
+        Nothing but their place is checked; the bytes are for the reader to verify. Raises
+        StoreError when one is missing.
         """
-        value = txn.get(ident + b"\0\0", db=self._environment.dat)
-        if value is None or len(value) != VALUE_BYTES:
-            raise StoreError(f"part 1 of 1 of block {ident.hex()} is missing")
-        magic, version, _, part, count, _, length, owner, _ = PART_HEAD.unpack_from(value)
-        if (magic, version, part, count, length, owner) != (
-            _MAGIC, _VERSION, 0, 1, record.nbytes, ident,
-        ):  # fmt: skip
-            raise StoreError(f"part 1 of 1 of block {ident.hex()} carries another's header")
-        return memoryview(value)[PART_HEAD.size : PART_HEAD.size + length].toreadonly()
+        views = []
+        left = record.nbytes
+        for number in range(record.parts):
+            name = f"part {number + 1} of {record.parts} of block {ident.hex()}"
+            value = txn.get(ident + number.to_bytes(2, "big"), db=self._environment.dat)
+            if value is None or len(value) != VALUE_BYTES:
+                raise StoreError(f"{name} is missing")
+            wanted = min(left, PART_BYTES)
+            magic, version, _, part, count, _, length, owner, _ = PART_HEAD.unpack_from(value)
+            if (magic, version, part, count, length, owner) != (
+                _MAGIC, _VERSION, number, record.parts, wanted, ident,
+            ):  # fmt: skip
+                raise StoreError(f"{name} carries the header of something else")
+            views.append(memoryview(value)[PART_HEAD.size : PART_HEAD.size + length].toreadonly())
+            left -= wanted
+        return views
 
     def small_payload(self, txn: Txn, ident: bytes, record: Record) -> bytes:
         """The payload of an object that lies in `pages`. Raises StoreError when damaged."""

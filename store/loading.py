@@ -13,16 +13,20 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from store.blocks import KINDS, PART_BYTES, Blocks, Record, seal
 from store.codec.header import CodecError, Header, Piece, parse
+from store.codec.parted import Parted
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.states import Pins, StateRef
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+_DAMAGED = object()
 
 Buffers = Callable[[int], memoryview]
 """Gives writable memory of exactly the asked number of bytes."""
@@ -106,55 +110,75 @@ class StateReader:
             self.report.tokens = record.stop
         return piece
 
-    def feed(self, consume: Callable[[Sequence[Piece]], None], batch: int = 32) -> Piece | None:
-        """Give all rows to `consume` without a copy in between; returns the snapshot.
+    def feed(
+        self,
+        consume: Callable[[Sequence[Piece]], None],
+        finish: Callable[[Piece | Parted], T],
+        batch: int = 32,
+    ) -> T | None:
+        """Give all rows to `consume` and the snapshot to `finish` without a copy in between.
 
-        `consume` gets up to `batch` pieces in order, must verify and copy them (as the codec's
+        `consume` gets up to `batch` pieces in order. Both must verify and copy them (as the codec's
         importer does) and keep no view of them: most are views of the map that end with the
-        call. Returns None if something is damaged (see `report`): then what `consume` made is
-        unfit for use, and a new reader, iterated, gives the longest verified prefix.
+        call. Returns what `finish` gives, or None if something is damaged (see `report`): then
+        what was made is unfit for use, and a new reader, iterated, gives the longest verified
+        prefix. Raises CodecError where the bytes are as they were saved and are refused.
         """
         began = time.perf_counter()
-        while self._at < len(self.objects) - 1 and not self.report.damage:
-            stop = min(self._at + batch, len(self.objects) - 1)
-            with self._environment.read() as txn:
-                self._feed_some(txn, self.objects[self._at : stop], consume)
-            self._at = stop
-        self.report.seconds += time.perf_counter() - began
-        return next(self, None)
-
-    def _feed_some(
-        self,
-        txn: Txn,
-        objects: list[tuple[bytes, Record]],
-        consume: Callable[[Sequence[Piece]], None],
-    ) -> None:
-        ident, pieces = b"", []
+        result: T | None = None
         try:
-            for ident, record in objects:
-                header = self._header(txn, ident, record)
-                if record.parts == 1:
-                    payload = self._blocks.view_part(txn, ident, record)
-                else:
-                    payload = self._payload(ident, record)
-                pieces.append(Piece(header, payload))
-            consume(pieces)
-        except (StoreError, CodecError) as error:
-            for (ident, _), piece in zip(objects, pieces, strict=False):
-                try:
-                    piece.verify()
-                except CodecError as damage:
-                    self._damage(ident, damage)
-                    return
-            if isinstance(error, CodecError) and len(pieces) == len(objects):
-                raise  # every byte is as it was saved: the consumer refuses for its own reasons
-            self._damage(ident, error)
-            return
+            while self._at < len(self.objects) - 1 and not self.report.damage:
+                stop = min(self._at + batch, len(self.objects) - 1)
+                rows = self.objects[self._at : stop]
+                if self._lend(rows, consume) is not _DAMAGED:
+                    self.report.tokens = rows[-1][1].stop
+                self._at = stop
+            if self.objects and not self.report.damage:
+                given = self._lend(self.objects[-1:], lambda pieces: finish(pieces[0]))
+                if given is not _DAMAGED:
+                    result = cast(T, given)
+                    self.report.snapshot = True
         finally:
-            for piece in pieces:
-                piece.payload.release()
-        self.report.tokens = objects[-1][1].stop
+            self.close()
+            self.report.seconds += time.perf_counter() - began
+        return result
+
+    def _lend(
+        self, objects: list[tuple[bytes, Record]], consume: Callable[[Any], object]
+    ) -> object:
+        """What `consume` makes of views of some objects, or _DAMAGED."""
+        ident, pieces = b"", []
+        with self._environment.read() as txn:
+            try:
+                for ident, record in objects:
+                    pieces.append(self._viewed(txn, ident, record))
+                result = consume(pieces)
+            except (StoreError, CodecError) as error:
+                for (ident, _), piece in zip(objects, pieces, strict=False):
+                    try:
+                        piece.verify()
+                    except CodecError as damage:
+                        self._damage(ident, damage)
+                        return _DAMAGED
+                if isinstance(error, CodecError) and len(pieces) == len(objects):
+                    raise  # every byte is as it was saved: refused for other reasons
+                self._damage(ident, error)
+                return _DAMAGED
+            finally:
+                for piece in pieces:
+                    (piece if isinstance(piece, Parted) else piece.payload).release()
         self.report.nbytes += sum(record.nbytes for _, record in objects)
+        return result
+
+    def _viewed(self, txn: Txn, ident: bytes, record: Record) -> Piece | Parted:
+        """An object whose payload lies in the map where it is large, for others to verify."""
+        header = self._header(txn, ident, record)
+        if record.small:
+            return Piece(header, memoryview(self._blocks.small_payload(txn, ident, record)))
+        if record.parts > 1 and header.kind == "rows":
+            return Piece(header, self._payload(ident, record))  # of a model with very wide rows
+        views = self._blocks.view_parts(txn, ident, record)
+        return Piece(header, views[0]) if len(views) == 1 else Parted(header, tuple(views))
 
     def _damage(self, ident: bytes, error: Exception) -> None:
         self.report.damage.append(str(error))

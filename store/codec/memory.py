@@ -8,6 +8,7 @@ thread, to which MLX's streams belong; helper threads only ever touch numpy view
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import threading
@@ -15,6 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
+from queue import SimpleQueue
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +31,7 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PARALLEL_BYTES = 4 << 20
 _GRAIN = 64 << 10
 _ALIGN = 64
+_STRIDE = 4
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -82,14 +86,65 @@ def is_flat(array: mx.array) -> bool:
     return array.size == 0 or exported(bits(array)).c_contiguous
 
 
+class _Blank:
+    """A file of arrays that leaves the memory given to it as it is.
+
+    MLX has no call for memory that is not filled; its loader allocates an array and then asks
+    the file for the bytes. What is about to be overwritten need not be zeroed first: that would
+    cost more than the copying, and touch every page once more.
+    """
+
+    closed = False
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        table = {}
+        at = 0
+        for number, count in enumerate(counts):
+            offsets = [at, at + 8 * count]
+            table[str(number)] = {"dtype": "U64", "shape": [count], "data_offsets": offsets}
+            at += 8 * count
+        text = json.dumps(table).encode()
+        self._head = len(text).to_bytes(8, "little") + text
+        self._size = len(self._head) + at
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._size)[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int) -> bytes:
+        return bytes(count)
+
+    def readinto(self, into: memoryview) -> int:
+        count = len(into)
+        if self._at < len(self._head):
+            into[:] = self._head[self._at : self._at + count]
+        self._at += count
+        return count
+
+
+def _unfilled(counts: Sequence[int]) -> list[mx.array]:
+    if 8 * sum(counts) < _PARALLEL_BYTES:
+        return [mx.zeros((count,), mx.uint64) for count in counts]
+    file: Any = _Blank(counts)  # the stubs know paths only
+    loaded: Any = mx.load(file, format="safetensors")
+    return [loaded[str(number)] for number in range(len(counts))]
+
+
 def allocate(*sizes: int) -> list[mx.array]:
-    """Zeroed, evaluated MLX memory of at least so many bytes each, as uint64.
+    """Evaluated MLX memory of at least so many bytes each, as uint64. What is in it is arbitrary.
 
     It begins at a multiple of 64 bytes, where MLX's own allocation may not: copies between
     memory that is aligned otherwise take twice as long on some processors.
     """
     counts = [(nbytes + 7) // 8 for nbytes in sizes]
-    roomy = [mx.zeros((count + _ALIGN // 8,), mx.uint64) for count in counts]
+    roomy = _unfilled([count + _ALIGN // 8 for count in counts])
     mx.eval(roomy)
     blocks = []
     for count, room in zip(counts, roomy, strict=True):
@@ -182,3 +237,50 @@ def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
     wait(futures)
     for future in futures:
         future.result()
+
+
+class Ahead:
+    """Runs checks in order on a thread of its own, so that a copy of what was checked can follow
+    close behind, while it is in the processor's cache. A context manager: its end waits."""
+
+    def __init__(self, checks: Sequence[Callable[[], object]], nbytes: int) -> None:
+        self._checks = checks
+        self._stop = False
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._left = 0
+        parallel = nbytes >= _PARALLEL_BYTES and _THREADS > 1
+        self._running = _pool().submit(self._run) if parallel else None
+        self._next = iter(checks)
+
+    def passed(self) -> None:
+        """Return once the next check has passed; raises what it raised."""
+        if self._running is None:
+            next(self._next)()
+            return
+        if self._left == 0:
+            error = self._done.get()
+            if error is not None:
+                self._left = 0
+                raise error
+            self._left = _STRIDE
+        self._left -= 1
+
+    def _run(self) -> None:
+        try:
+            for number, check in enumerate(self._checks, 1):
+                if self._stop:
+                    return
+                check()
+                if number % _STRIDE == 0:
+                    self._done.put(None)  # seldom: each wakes a thread
+            self._done.put(None)
+        except BaseException as error:
+            self._done.put(error)
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        if self._running is not None:
+            wait([self._running])

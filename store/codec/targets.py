@@ -11,11 +11,14 @@ import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing, live
-from store.codec.header import MAX_DEPTH, CodecError, Leaf, Piece, offsets_of
+from store.codec.header import MAX_DEPTH, CodecError, Leaf, offsets_of
 from store.codec.layout import Layout, Slot, Width
+from store.codec.parted import Parted
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
+
+_SMALL_BYTES = 4096
 
 
 class Reserve:
@@ -53,21 +56,29 @@ class Target:
         self.width = width
         self.capacity = capacity
         self.row_bytes = width.nbytes(row.axis)
-        self._outer = math.prod(width.shape[: row.axis])
+        self.outer = math.prod(width.shape[: row.axis])
         self._memory = reserve.take(key, self.row_bytes * capacity)
         flat = memory.view(self._memory)[: self.row_bytes * capacity]
-        self._view: memory.Bytes | None = flat.reshape(self._outer, -1) if flat.size else None
+        self._view: memory.Bytes | None = flat.reshape(self.outer, -1) if flat.size else None
 
     def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
         """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
         assert self._view is not None
-        width = self.row_bytes // self._outer
         part = payload[offset : offset + rows * self.row_bytes]
+        if self.outer == 1:
+            start = first * self.row_bytes
+            self._view[0, start : start + part.size] = part
+            return
+        width = self.row_bytes // self.outer
         place = self._view[:, first * width : (first + rows) * width]
-        place[...] = part.reshape(self._outer, -1)
+        place[...] = part.reshape(self.outer, -1)
 
     def array(self, rows: int) -> mx.array:
-        """The finished array, unevaluated: the whole buffer, or its live rows where exact."""
+        """The finished array, unevaluated: the whole buffer, zeros behind its rows, or where
+        exact its live rows."""
+        if self._view is not None:
+            # The memory may have been another conversation's.
+            self._view[:, rows * (self.row_bytes // self.outer) :] = 0
         self._view = None
         shape = list(self.width.shape)
         shape[self.row.axis] = self.capacity
@@ -77,10 +88,37 @@ class Target:
         return done
 
 
+class SmallRows:
+    """Rows of a few bytes per piece, copied together: each by itself costs far more."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[Target, int, list[memoryview]]] = []
+        self._last: dict[int, tuple[list[memoryview], int]] = {}
+
+    def took(self, target: Target, payload: memoryview, offset: int, first: int, rows: int) -> bool:
+        """Take `rows` rows, as `Target.put`, to be copied by `put`; False if they are many."""
+        nbytes = rows * target.row_bytes
+        if target.outer != 1 or nbytes > _SMALL_BYTES:
+            return False
+        parts, follows = self._last.get(id(target), ([], -1))
+        if follows != first:
+            parts = []
+            self._runs.append((target, first, parts))
+        parts.append(payload[offset : offset + nbytes])
+        self._last[id(target)] = parts, first + rows
+        return True
+
+    def put(self) -> None:
+        """Copy what was taken to its place."""
+        for target, first, parts in self._runs:
+            whole = np.frombuffer(b"".join(parts), np.uint8)
+            target.put(whole, 0, first, whole.size // target.row_bytes)
+
+
 class StateArrays:
     """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
 
-    def __init__(self, snapshot: Piece, reserve: Reserve) -> None:
+    def __init__(self, snapshot: Parted, reserve: Reserve) -> None:
         self._reserve = reserve
         self._leaves = snapshot.header.leaves
         self._offsets = offsets_of(self._leaves)
@@ -124,18 +162,20 @@ class StateArrays:
         """Check and copy, after all arrays are known. Raises CodecError where one was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
-        payload = np.frombuffer(self._piece.payload, np.uint8)
         copies = [
-            partial(
-                np.copyto,
-                memory.view(block)[: leaf.nbytes],
-                payload[offset : offset + leaf.nbytes],
-            )
+            partial(_fill, memory.view(block)[: leaf.nbytes], self._piece, offset)
             for block, leaf, offset in self._blocks
             if leaf.nbytes
         ]
-        memory.run_all([self._piece.verify, *copies], self._piece.payload.nbytes)
+        memory.run_all([self._piece.verify, *copies], self._piece.nbytes)
         self._blocks = []
+
+
+def _fill(target: memory.Bytes, piece: Parted, offset: int) -> None:
+    at = 0
+    for part in piece.span(offset, offset + target.size):
+        target[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
+        at += part.nbytes
 
 
 def where(leaf: Leaf) -> str:

@@ -29,7 +29,8 @@ from store.codec.header import (
     root,
 )
 from store.codec.layout import Layout, Slot, Width, position
-from store.codec.targets import Key, Reserve, StateArrays, Target, where
+from store.codec.parted import Parted
+from store.codec.targets import Key, Reserve, SmallRows, StateArrays, Target, where
 from store.codec.transient import NullKVCache
 
 
@@ -95,19 +96,23 @@ class Importer:
 
     def add_all(self, pieces: Sequence[Piece]) -> None:
         """Take several pieces in order. As `add`."""
+        nbytes = sum(piece.payload.nbytes for piece in pieces)
+        small = SmallRows()
         try:
-            for piece in pieces:
-                self._add(piece)
+            with memory.Ahead([piece.verify for piece in pieces], nbytes) as checks:
+                for piece in pieces:
+                    self._add(piece, checks, small)
+            small.put()
         except CodecError as error:
             self._broken = self._broken or str(error)
             raise
 
-    def finish(self, snapshot: Piece) -> Sequence[Any]:
+    def finish(self, snapshot: Piece | Parted) -> Sequence[Any]:
         """Restore rows and snapshot into the cache list, and return it. Raises CodecError and
         leaves the list unfit for use where anything disagrees."""
         self._guard(snapshot.header, "snapshot")
         self._broken = "it is finished"
-        return self._finish(snapshot)
+        return self._finish(Parted.of(snapshot))
 
     def _guard(self, header: Header, kind: str) -> None:
         if self._broken is not None:
@@ -130,17 +135,20 @@ class Importer:
                 f"{header.stop} tokens do not fit the {self._capacity} that were granted"
             )
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: Piece, checks: memory.Ahead, small: SmallRows) -> None:
         header = piece.header
         self._guard(header, "rows")
         # Checked just before it is copied: the copy then reads from the processor's cache.
-        # More threads gain nothing, they would pass the interpreter lock for every array.
-        piece.verify()
+        # More threads for the copies gain nothing, they would pass the interpreter lock for
+        # every array.
+        checks.passed()
         plan = self._planned(header)
         payload = np.frombuffer(piece.payload, np.uint8)
         for target, offset in plan.copies:
             ratio = target.row.ratio
-            target.put(payload, offset, header.start // ratio, plan.rows[ratio])
+            first, rows = header.start // ratio, plan.rows[ratio]
+            if not small.took(target, piece.payload, offset, first, rows):
+                target.put(payload, offset, first, rows)
         self.position, self.chain = header.stop, header.chain
 
     def _planned(self, header: Header) -> _Plan:
@@ -210,9 +218,9 @@ class Importer:
         self._room -= need
         return Target(row, width, capacity, key, self._reserve)
 
-    def _finish(self, snapshot: Piece) -> Sequence[Any]:
+    def _finish(self, snapshot: Parted) -> Sequence[Any]:
         header = snapshot.header
-        if snapshot.payload.nbytes != header.nbytes:
+        if snapshot.nbytes != header.nbytes:
             snapshot.verify()
         entries = header.state
         if len(entries) != len(self._slots):

@@ -12,6 +12,7 @@ from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 from store.blocks import PART_BYTES, SMALL_BYTES
 from store.codec.chain import Chain
 from store.codec.header import CodecError, Piece, root
+from store.codec.parted import Parted
 from store.environment import VALUE_BYTES
 from store.errors import StoreError, StoreFull, StoreGap
 from store.store import Store
@@ -382,11 +383,18 @@ def test_feeding_gives_the_same_without_a_copy(store: Store) -> None:
             piece.verify()
             got.append(bytes(piece.payload))
 
+    def finish(snapshot: Piece | Parted) -> bool:
+        snapshot.verify()
+        parted = Parted.of(snapshot)
+        assert len(parted.parts) == 3
+        assert b"".join(parted.span(5, 2_500_000)) == b"".join(parted.parts)[5:2_500_000]
+        got.append(b"".join(parted.parts))
+        return True
+
     reader = store.load_state(turn, MODEL)
     assert reader is not None
-    snapshot = reader.feed(consume, batch=5)
-    assert snapshot is not None
-    assert [*got, bytes(snapshot.payload)] == payloads(*state)
+    assert reader.feed(consume, finish, batch=5)
+    assert got == payloads(*state)
     assert reader.report.complete
     assert reader.report.tokens == 190
     assert store.stats()["pinned"] == 0
@@ -394,7 +402,7 @@ def test_feeding_gives_the_same_without_a_copy(store: Store) -> None:
     kept: list[memoryview] = []
     reader = store.load_state(turn, MODEL)
     assert reader is not None
-    assert reader.feed(lambda pieces: kept.extend(piece.payload for piece in pieces))
+    assert reader.feed(lambda pieces: kept.extend(piece.payload for piece in pieces), finish)
     with pytest.raises(ValueError, match="released"):
         bytes(kept[0])
 
@@ -402,7 +410,7 @@ def test_feeding_gives_the_same_without_a_copy(store: Store) -> None:
     got.clear()
     reader = store.load_state(turn, MODEL)
     assert reader is not None
-    assert reader.feed(consume, batch=5) is None
+    assert reader.feed(consume, finish, batch=5) is None
     assert "checksum" in reader.report.damage[0] or "other bytes" in reader.report.damage[0]
     assert got == payloads(*state)[: len(got)]
     assert store.stats()["damaged"] == 1

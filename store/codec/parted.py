@@ -1,0 +1,60 @@
+"""A piece whose payload lies in several places, such as a store's values in its map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from store.codec.header import CodecError, Header, Piece
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A header and its payload in `parts`: flat uint8 memory, one part after the other."""
+
+    header: Header
+    parts: tuple[memoryview, ...]
+
+    @classmethod
+    def of(cls, piece: Piece | Parted) -> Parted:
+        """A piece as one of a single part."""
+        return piece if isinstance(piece, Parted) else cls(piece.header, (piece.payload,))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    def span(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Payload bytes [start, stop) in the pieces that they lie in."""
+        at = 0
+        for part in self.parts:
+            if at >= stop:
+                return
+            end = at + part.nbytes
+            if end > start:
+                yield part[max(start - at, 0) : stop - at]
+            at = end
+
+    def verify(self) -> None:
+        """Check length and xxh3_64 of the payload. Raises CodecError."""
+        if self.nbytes != self.header.nbytes:
+            raise CodecError(
+                f"payload of {self.nbytes} bytes where the header says {self.header.nbytes}: "
+                "fetch the piece again"
+            )
+        digest = xxhash.xxh3_64()
+        for part in self.parts:
+            digest.update(part)
+        if digest.intdigest() != self.header.digest:
+            raise CodecError(
+                f"payload of tokens [{self.header.start}, {self.header.stop}) fails its "
+                "checksum: fetch the piece again"
+            )
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        for part in self.parts:
+            part.release()
