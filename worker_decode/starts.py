@@ -11,12 +11,12 @@ from engine.model import Model
 from engine.prefill import expand_schedule, plan
 from scheduler.record import Job
 from scheduler.runs import SendBack
-from store.codec.header import CodecError, Piece
+from store.codec.header import CodecError
 from store.errors import StoreError
 from store.store import Store
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
-from worker_decode.states import restore
+from worker_decode.states import Restored, load, restore
 
 log = logging.getLogger("tandem.decode")
 
@@ -88,7 +88,7 @@ class Starts:
         if pieces is None:
             return None
         try:
-            return self._restored("cold", pieces, ids)
+            return _start("cold", restore(self._model, pieces, ids))
         except CodecError as error:
             self._note(job, notes, f"the received state is unusable: {error}")
             return None
@@ -133,17 +133,15 @@ class Starts:
                 notes.append("the stored state was evicted meanwhile")
                 return None
             with reader:
-                pieces = list(reader)
-            if not reader.report.complete:
+                state = load(self._model, reader, ids)
+            if state is None:
                 notes.append("the stored state is damaged: " + "; ".join(reader.report.damage))
                 return None
-            start = self._restored("restored", pieces, ids)
         except (StoreError, CodecError) as error:
             notes.append(f"the stored state is unusable: {error}")
             log.error("the stored state of %s is unusable: %s", turn, error)
             return None
-        start.base, start.stored = turn, len(start.ids)
-        return start
+        return _start("restored", state, base=turn, stored=len(state.ids))
 
     def _from_nothing(self, job: Job, ids: list[int], notes: list[str]) -> Start:
         moved = job.handoff is not None and job.handoff.get("path") not in (None, "none")
@@ -190,9 +188,11 @@ class Starts:
         notes.append(text)
         log.error("job %s: %s", job.id, text)
 
-    def _restored(self, path: Path, pieces: Sequence[Piece], ids: Sequence[int]) -> Start:
-        state = restore(self._model, pieces, ids)
-        return Start(path, state.caches, state.ids, state.schedule, state.rope_delta)
+
+def _start(path: Path, state: Restored, base: str | None = None, stored: int = 0) -> Start:
+    return Start(
+        path, state.caches, state.ids, state.schedule, state.rope_delta, base=base, stored=stored
+    )
 
 
 def _leads(held: Sequence[int], ids: Sequence[int]) -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 
 from engine.model import Caches, Model
 from store.codec.chain import Chain
-from store.codec.header import CodecError, Piece, root
+from store.codec.header import CodecError, Header, Piece, root
 from store.codec.pack import Exporter
+from store.codec.parted import Parted
 from store.codec.unpack import Importer
+from store.loading import StateReader
 from worker_decode.hot import Held
 
 #: KV caches grow in steps of this many tokens; a restored one has room for the next steps.
@@ -36,25 +38,55 @@ def restore(model: Model, pieces: Sequence[Piece], ids: Sequence[int]) -> Restor
     if not pieces or pieces[-1].header.kind != "snapshot":
         raise CodecError("the state has no snapshot: recompute it")
     *rows, snapshot = pieces
-    stop = snapshot.header.stop
-    if stop >= len(ids):
-        raise CodecError(f"the state holds {stop} tokens and the prompt has {len(ids)}")
-    chain = Chain(root(model.fingerprint), ids, model.layout.block_tokens)
-    if chain.at(stop) != snapshot.header.chain:
-        raise CodecError("the state is of other token ids than the prompt's")
+    _told(model, snapshot.header, ids)
+    importer = _importer(model, ids)
+    importer.add_all(rows)
+    return _restored(model, importer, snapshot, ids)
+
+
+def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | None:
+    """As `restore`, for a stored state, whose bytes are copied once, from the map to their place.
+
+    Returns None where a stored byte is damaged; the reader's report says which.
+    """
+    if reader.objects:  # before anything is read: the chain is checked again with the bytes
+        _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
+    importer = _importer(model, ids)
+    return reader.feed(importer.add_all, lambda snapshot: _restored(model, importer, snapshot, ids))
+
+
+def _importer(model: Model, ids: Sequence[int]) -> Importer:
     capacity = (len(ids) // _ROOM + 1) * _ROOM
-    importer = Importer(model.layout, model.fresh_cache(), model.fingerprint, capacity)
-    for piece in rows:
-        importer.add(piece)
-    caches = list(importer.finish(snapshot))
-    schedule = snapshot.header.extra.get("schedule")
-    if not _covers(schedule, stop):
+    return Importer(model.layout, model.fresh_cache(), model.fingerprint, capacity)
+
+
+def _restored(
+    model: Model, importer: Importer, snapshot: Piece | Parted, ids: Sequence[int]
+) -> Restored:
+    header = snapshot.header
+    schedule, delta = _told(model, header, ids)
+    return Restored(list(importer.finish(snapshot)), list(ids[: header.stop]), schedule, delta)
+
+
+def _told(model: Model, header: Header, ids: Sequence[int]) -> tuple[list[list[int]], int]:
+    """Schedule and rope delta of a snapshot that is one of the first of `ids`."""
+    _begins(model, header.stop, header.chain, ids)
+    schedule = header.extra.get("schedule")
+    if not _covers(schedule, header.stop):
         raise CodecError("the state does not say how it was computed: recompute it")
     assert isinstance(schedule, list)
-    delta = snapshot.header.extra.get("rope_delta", 0)
+    delta = header.extra.get("rope_delta", 0)
     if type(delta) is not int:
         raise CodecError("the state does not say where its positions stand: recompute it")
-    return Restored(caches, list(ids[:stop]), schedule, delta)
+    return schedule, delta
+
+
+def _begins(model: Model, stop: int, chain: bytes, ids: Sequence[int]) -> None:
+    """Raise CodecError unless a state of `stop` tokens with hash `chain` begins `ids`."""
+    if stop >= len(ids):
+        raise CodecError(f"the state holds {stop} tokens and the prompt has {len(ids)}")
+    if Chain(root(model.fingerprint), ids, model.layout.block_tokens).at(stop) != chain:
+        raise CodecError("the state is of other token ids than the prompt's")
 
 
 def export(model: Model, held: Held) -> tuple[list[Piece], Piece]:
