@@ -117,6 +117,15 @@ class StoreConfig(_Section):
     hot_gb: Annotated[float, Field(gt=0, le=16384)] = Field(
         4.0, description="memory for conversations between turns and for received state"
     )
+    warm_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
+        4.0, description="how much of the latest stored states is read into memory after a start"
+    )
+    owner_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
+        0.0, description="stored states of one owner; 0 for no limit"
+    )
+    daily_gb: Annotated[float, Field(ge=0, le=1048576)] = Field(
+        0.0, description="written per day before large snapshots are not saved; 0 for no limit"
+    )
 
 
 class LinkConfig(_Section):

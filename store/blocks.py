@@ -216,6 +216,10 @@ class Blocks:
             left -= wanted
         return views
 
+    def touch(self, txn: Txn, ident: bytes, number: int) -> None:
+        """Bring a bulk part into the page cache; one that is gone is none."""
+        txn.get(ident + number.to_bytes(2, "big"), db=self._environment.dat)  # reads every page
+
     def small_payload(self, txn: Txn, ident: bytes, record: Record) -> bytes:
         """The payload of an object that lies in `pages`. Raises StoreError when damaged."""
         found = pages.get(self._environment, txn, b"p" + ident)

@@ -15,6 +15,10 @@ class MapFull(StoreFull):
     """LMDB found no free run of pages: space is freed but not usable yet, or in small pieces."""
 
 
+class OverBudget(StoreFull):
+    """The day's budget of written bytes is spent; records are still written."""
+
+
 class StoreStuck(StoreError):
     """The write lock could not be had within its deadline: another process holds it."""
 

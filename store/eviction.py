@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 
+from store.conversations import Conversations
 from store.environment import Environment, Txn
 from store.errors import StoreFull
 from store.reuse import Reuse, class_of
 from store.states import Pins, States
 
 log = logging.getLogger(__name__)
-_STATES_PER_COMMIT = 16
+STATES_PER_COMMIT = 16
 _SCAN = 2048
 """States compared in one step, from the longest unused on: all that a full 300 GB store of large
 states has, and a bound on the work where states are small."""
@@ -28,8 +29,11 @@ states has, and a bound on the work where states are small."""
 class Evictor:
     """Frees states until a number of pages fits below the ceiling."""
 
-    def __init__(self, environment: Environment, states: States, pins: Pins) -> None:
+    def __init__(
+        self, environment: Environment, states: States, conversations: Conversations, pins: Pins
+    ) -> None:
         self._environment = environment
+        self._conversations = conversations
         self.reuse = Reuse()
         self._states = states
         self._pins = pins
@@ -57,8 +61,8 @@ class Evictor:
             count = self._environment.write(partial(self._some, target_pages=target))
             if count == 0:
                 raise StoreFull(
-                    "the store is full of states in use and of records that are never evicted: "
-                    "raise its size or delete conversations"
+                    "the store is full of states in use or pinned and of records that are never "
+                    "evicted: raise its size, unpin or delete conversations"
                 )
             total += count
         if total:
@@ -69,28 +73,31 @@ class Evictor:
 
     def _some(self, txn: Txn, target_pages: int) -> int:
         """Drop the least worth of the longest unused, stopping once `target_pages` are live."""
-        ranked = sorted(self._ranked(txn))
+        ranked = sorted(islice(self.ranked(txn, self._states.oldest_first(txn)), _SCAN))
         count = 0
-        for _, _, _, turn in ranked[:_STATES_PER_COMMIT]:
+        for _, _, _, turn in ranked[:STATES_PER_COMMIT]:
             if self._environment.live_pages(txn) <= target_pages:
                 break
             self._states.drop(txn, turn)
             count += 1
         return count
 
-    def _ranked(self, txn: Txn) -> Iterator[tuple[bool, float, float, str]]:
-        """(has no continuation, worth, last use, turn) of the states that may go.
+    def ranked(self, txn: Txn, turns: Iterable[str]) -> Iterator[tuple[bool, float, float, str]]:
+        """(has no continuation, worth, last use, turn) of those states of `turns` that may go.
 
         A state that a later stored state continues goes first: only a branch or a repeated turn
         would use it again, and its rows stay as long as the later state shares them.
         """
         now = time.time()
-        turns = islice(self._states.oldest_first(txn), _SCAN)
         for turn in turns:
             state = self._states.get(txn, turn)
-            if state is None or turn in self._pins:
+            if state is None or turn in self._pins or self._is_pinned(txn, state.conversation):
                 continue
             leaf = not state.continued
             kind = class_of(state.depth, state.new)
             worth = self.reuse.worth(kind, now - state.used, state.tokens, state.own)
             yield leaf, worth if leaf else 0.0, state.used, turn
+
+    def _is_pinned(self, txn: Txn, conversation: str) -> bool:
+        record = self._conversations.get(txn, conversation)
+        return record is not None and bool(record["pinned"])

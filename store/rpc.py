@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from store.errors import MapFull, StoreError, StoreFull, StoreStuck, StoreUnavailable
+from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
 from store.store import Store
 from store.turns import Turn
 
@@ -29,7 +29,7 @@ MAX_ANSWER = 512 << 20
 MAX_CLIENTS = 64
 IDLE_SECONDS = 600.0
 _LENGTH = struct.Struct(">I")
-_ERRORS = {kind.__name__: kind for kind in (StoreError, StoreFull, MapFull, StoreStuck)}
+_ERRORS = {kind.__name__: kind for kind in (StoreError, StoreFull, MapFull, OverBudget, StoreStuck)}
 _PLAIN = (
     "create_conversation",
     "get_conversation",

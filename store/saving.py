@@ -20,6 +20,7 @@ from store.codec.header import Piece
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import MapFull, StoreError, StoreGap
 from store.eviction import Evictor
+from store.quotas import Quotas, Wear, stored_bytes
 from store.reuse import MAX_DEPTH
 from store.states import Pins, State, States
 from store.turns import Turns
@@ -56,6 +57,8 @@ class Saver:
         pins: Pins,
         lock: threading.RLock,
         damaged: set[bytes],
+        quotas: Quotas,
+        wear: Wear,
     ) -> None:
         self._environment = environment
         self._blocks = blocks
@@ -65,6 +68,8 @@ class Saver:
         self._pins = pins
         self._lock = lock
         self._damaged = damaged
+        self._quotas = quotas
+        self._wear = wear
 
     def save(
         self, turn_id: str, pieces: Sequence[Piece], snapshot: Piece, base: str | None
@@ -86,8 +91,10 @@ class Saver:
             chain = first.parent if pieces else snapshot.header.chain
             base_id, holders = self._base(turn_id, base, start, chain)
             items = _prepare_all(pieces, snapshot, base_id, ids)
+            if not items[-1].record.small and self._missing(items[-1:]):
+                self._wear.check(sum(_written(item) for item in self._missing(items)))
             with self._pins.hold([*holders, turn_id]):
-                evicted, new = self._place(items, base_id)
+                evicted, new = self._place(items, base_id, turn.conversation)
                 head = items[-2].ident if pieces else base_id
                 state = State(
                     turn=turn_id,
@@ -141,13 +148,16 @@ class Saver:
                     return ident, []
         raise StoreGap(f"nothing stored ends at token {start} of turn {turn_id}: save all of it")
 
-    def _place(self, items: list[Prepared], base_id: bytes) -> tuple[int, list[Prepared]]:
+    def _place(
+        self, items: list[Prepared], base_id: bytes, conversation: str
+    ) -> tuple[int, list[Prepared]]:
         """Make room and write what is missing; returns (states evicted, objects written).
 
         Free pages of a small map may lie in pieces too short for a bulk value. What that needs is
         more room: each attempt frees as much again as the one before.
         """
-        total = 0
+        need = sum(stored_bytes(item.record) for item in self._missing(items))
+        total = self._quotas.make_room(conversation, need)
         for attempt in range(PLACE_ATTEMPTS):
             evicted, new = self._make_room(items, base_id, (1 << attempt) - 1)
             total += evicted
@@ -227,6 +237,7 @@ class Saver:
     def _publish(self, txn: Txn, items: list[Prepared], state: State) -> None:
         for item in items:
             self._blocks.publish(txn, item.ident)
+        self._wear.note(txn, sum(_written(item) for item in items))
         self._states.publish(txn, state)
         at = self._turns.parent(txn, state.turn)
         while at is not None and self._states.get(txn, at) is None:

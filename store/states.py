@@ -155,6 +155,12 @@ class States:
         for key in txn.cursor(db=self._environment.lru).iternext(keys=True, values=False):
             yield bytes(key[8:]).decode()
 
+    def latest_first(self, txn: Txn) -> Iterator[str]:
+        """Turns that have a state, the last used first."""
+        cursor = txn.cursor(db=self._environment.lru)
+        for key in cursor.iterprev(keys=True, values=False):
+            yield bytes(key[8:]).decode()
+
     def every(self, txn: Txn) -> Iterator[State]:
         """All states in the order of their turns' ids."""
         for value in txn.cursor(db=self._environment.state).iternext(keys=False, values=True):

@@ -20,12 +20,14 @@ from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.errors import StoreError
 from store.eviction import Evictor
 from store.loading import Buffers, StateReader, plain_buffer
+from store.quotas import Limits, Quotas, Wear
 from store.reuse import MAX_DEPTH, class_of
 from store.saving import Saver, SaveReport
 from store.states import Pins, StateRef, States
 from store.turns import Turn, Turns, unpack_ids
 
 MAX_LIST = 1000
+NO_LIMITS = Limits()
 
 
 class Store:
@@ -36,19 +38,24 @@ class Store:
     records never.
     """
 
-    def __init__(self, environment: Environment) -> None:
+    def __init__(self, environment: Environment, limits: Limits = NO_LIMITS) -> None:
         self.environment = environment
         self.blocks = Blocks(environment)
         self.turns = Turns(environment)
         self.conversations = Conversations(environment, self.turns)
         self.states = States(environment, self.blocks)
         self.pins = Pins()
-        self.evictor = Evictor(environment, self.states, self.pins)
+        self.evictor = Evictor(environment, self.states, self.conversations, self.pins)
+        self.wear = Wear(environment, limits.daily_bytes)
+        self.quotas = Quotas(
+            environment, self.blocks, self.states, self.conversations, self.evictor,
+            limits.owner_bytes,
+        )  # fmt: skip
         self.damaged: set[bytes] = set()
         self.lock = threading.RLock()
         self._saver = Saver(
             environment, self.blocks, self.turns, self.states, self.evictor, self.pins,
-            self.lock, self.damaged,
+            self.lock, self.damaged, self.quotas, self.wear,
         )  # fmt: skip
         self._touched: dict[str, float] = {}
         self._touch_lock = threading.Lock()
@@ -66,6 +73,7 @@ class Store:
         *,
         create: bool = True,
         begin_seconds: float = BEGIN_SECONDS,
+        limits: Limits = NO_LIMITS,
     ) -> Store:
         """Open (or create) the store in directory `path` with a cap of `size_bytes`.
 
@@ -74,7 +82,7 @@ class Store:
         """
         environment = Environment.open(path, size_bytes, create=create, begin_seconds=begin_seconds)
         try:
-            return cls(environment)
+            return cls(environment, limits)
         except BaseException:
             environment.close()
             raise
@@ -86,6 +94,7 @@ class Store:
             pages.delete(self.environment, txn, b"reuse")
             learned = msgpack.packb(self.evictor.reuse.pack())
             pages.put(self.environment, txn, b"reuse", learned)
+            self.wear.forget_old(txn)
 
         try:
             if not self.environment.closed:
@@ -110,6 +119,7 @@ class Store:
                 created = turn.created or time.time()
                 self.conversations.create(txn, turn.conversation, turn.owner, created, {}, ())
             if self.turns.put(txn, turn):
+                self.wear.note(txn, 4 * (len(turn.prompt_ids) + len(turn.output_ids)))
                 self.conversations.add_turn(txn, turn)
                 depth = self.turns.depth(txn, turn.id, MAX_DEPTH)
                 kind = class_of(depth, len(turn.prompt_ids))
@@ -364,6 +374,7 @@ class Store:
             states = txn.stat(environment.state)["entries"]
             turns = txn.stat(environment.turn)["entries"]
             pending = txn.stat(environment.pend)["entries"]
+            days = self.wear.days(txn)
         page = environment.page_size
         info = environment.env.info()
         return {
@@ -380,6 +391,9 @@ class Store:
             "live_share": live / environment.map_pages,
             "pending": int(pending),
             "pinned": len(self.pins),
+            "written_today_bytes": days.get(time.strftime("%Y-%m-%d", time.gmtime()), 0),
+            "written_month_bytes": sum(days.values()),
+            "over_daily_budget": self.wear.refused,
             "evicted": self.evictor.evicted,
             "recovered": self.recovered,
             "damaged": len(self.damaged),

@@ -24,8 +24,10 @@ from scheduler.redis_client import AWAY, connect
 from scheduler.role import run_role
 from store.codec.header import CodecError
 from store.errors import StoreError
+from store.quotas import Limits
 from store.rpc import serve
 from store.store import Store
+from store.warming import Warming
 from transport.capability import choose
 from transport.epochs import Epochs
 from transport.errors import LinkError
@@ -46,8 +48,12 @@ def run(config: Config, model_dir: Path) -> int:
     """Serve the decode queue of this node until a stop is asked for."""
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
-        store = Store.open(config.data_dir / "store", int(config.store.size_gb * 1e9))
+        limits = Limits(int(config.store.owner_gb * 1e9), int(config.store.daily_gb * 1e9))
+        size = int(config.store.size_gb * 1e9)
+        store = Store.open(config.data_dir / "store", size, limits=limits)
         stack.callback(store.close)
+        if config.store.warm_gb:
+            stack.callback(Warming(store, int(config.store.warm_gb * 1e9)).close)
         server = serve(store, config.store_socket)
         stack.callback(server.close)
         node = Node(

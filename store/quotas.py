@@ -1,0 +1,177 @@
+"""Limits beside the size of the store: bytes per owner, and bytes written per day.
+
+What an owner uses is counted when it matters, from the states themselves, so it cannot drift:
+every block and snapshot that a state of the owner's conversations refers to, once. Blocks that
+several owners share count for each of them.
+
+Flash memory wears with every byte written. What is written each day is counted with the writes
+themselves; over the day's budget no more snapshots are saved that are large. Rows without the
+snapshot behind them resume nothing where a model has one, so then the token ids are all that is
+kept, and what is in memory waits there for the next day as long as there is room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from store.blocks import ROOT, Blocks, Record
+from store.conversations import Conversations
+from store.environment import VALUE_BYTES, Environment, Txn
+from store.errors import OverBudget, StoreFull
+from store.eviction import STATES_PER_COMMIT, Evictor
+from store.states import State, States
+
+DAYS_KEPT = 31
+_DAY = b"day/"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`owner_bytes` that the states of one owner may take, `daily_bytes` that may be written per
+    day (UTC) before large snapshots wait; 0 for no limit."""
+
+    owner_bytes: int = 0
+    daily_bytes: int = 0
+
+
+def stored_bytes(record: Record) -> int:
+    """Bytes that an object takes: whole values, or a small payload."""
+    return record.parts * VALUE_BYTES if record.parts else record.nbytes
+
+
+class Quotas:
+    """Keeps each owner's states within their share by evicting the least worth of them."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        blocks: Blocks,
+        states: States,
+        conversations: Conversations,
+        evictor: Evictor,
+        limit: int,
+    ) -> None:
+        self._environment = environment
+        self._blocks = blocks
+        self._states = states
+        self._conversations = conversations
+        self._evictor = evictor
+        self._limit = limit
+        self._at_most: dict[str, int] = {}
+
+    def make_room(self, conversation: str, need: int) -> int:
+        """Evict until `need` more bytes fit the share of a conversation's owner; returns how many
+        states went. Raises StoreFull when they cannot."""
+        if not self._limit:
+            return 0
+        with self._environment.read() as txn:
+            record = self._conversations.get(txn, conversation)
+        owner = "" if record is None else str(record["owner"])
+        if need > self._limit:
+            raise StoreFull(f"a state of {need} bytes is over an owner's share of {self._limit}")
+        total = 0
+        known = self._at_most.get(owner, self._limit)
+        if known + need > self._limit:
+            known = self.used(owner)
+        if known + need > self._limit:
+            # Further than needed, so that not every save has to count again.
+            target = max(0, self._limit - need - self._limit // 20)
+            while known > target and (count := self._environment.write(partial(self._some, owner))):
+                total += count
+                known = self.used(owner)
+            if known + need > self._limit:
+                raise StoreFull(
+                    f"states in use or pinned fill an owner's share of {self._limit} bytes: unpin "
+                    "or delete conversations, or raise store.owner_gb"
+                )
+        if total:
+            self._environment.heartbeat()
+            self._evictor.evicted += total
+        self._at_most[owner] = known + need
+        return total
+
+    def used(self, owner: str) -> int:
+        """Bytes of all objects that states of the owner's conversations refer to."""
+        seen: set[bytes] = set()
+        total = 0
+        with self._environment.read() as txn:
+            for state in self._of(txn, owner):
+                for ident in (state.snap, state.head):
+                    while ident != ROOT and ident not in seen:
+                        seen.add(ident)
+                        record = self._blocks.get(txn, ident)
+                        if record is None:
+                            break
+                        total += stored_bytes(record)
+                        ident = record.parent
+        return total
+
+    def _some(self, owner: str, txn: Txn) -> int:
+        ranked = sorted(self._evictor.ranked(txn, (state.turn for state in self._of(txn, owner))))
+        # Few at a time: how much one frees depends on what the others share with it.
+        chosen = ranked[: max(1, min(STATES_PER_COMMIT, len(ranked) // 20))]
+        for _, _, _, turn in chosen:
+            self._states.drop(txn, turn)
+        return len(chosen)
+
+    def _of(self, txn: Txn, owner: str) -> Iterator[State]:
+        for record in self._conversations.page(txn, owner, 1 << 62, None):
+            for turn in self._conversations.turn_ids(txn, record["id"]):
+                state = self._states.get(txn, turn)
+                if state is not None:
+                    yield state
+
+
+class Wear:
+    """Counts the bytes written each day and says when the day's budget is spent."""
+
+    def __init__(self, environment: Environment, budget: int) -> None:
+        self._environment = environment
+        self._budget = budget
+        self.refused = 0
+
+    def note(self, txn: Txn, nbytes: int) -> None:
+        """Count bytes of states and token ids, put by this transaction or just before it."""
+        key = _today()
+        meta = self._environment.meta
+        txn.put(key, (_number(txn.get(key, db=meta)) + nbytes).to_bytes(8, "big"), db=meta)
+
+    def days(self, txn: Txn) -> dict[str, int]:
+        """Bytes written by day (UTC), of the days that are kept."""
+        cursor = txn.cursor(db=self._environment.meta)
+        found: dict[str, int] = {}
+        if cursor.set_range(_DAY):
+            for key, value in cursor:
+                if not bytes(key).startswith(_DAY):
+                    break
+                found[bytes(key[len(_DAY) :]).decode()] = _number(value)
+        return found
+
+    def forget_old(self, txn: Txn) -> None:
+        """Drop all days but the last DAYS_KEPT."""
+        for day in sorted(self.days(txn))[:-DAYS_KEPT]:
+            txn.delete(_DAY + day.encode(), db=self._environment.meta)
+
+    def check(self, nbytes: int) -> None:
+        """Raise OverBudget if `nbytes` of a large snapshot would exceed the day's budget."""
+        if not self._budget:
+            return
+        with self._environment.read() as txn:
+            today = _number(txn.get(_today(), db=self._environment.meta))
+        if today + nbytes > self._budget:
+            self.refused += 1
+            raise OverBudget(
+                f"{today} of {self._budget} bytes are written today: the state is not saved, its "
+                "token ids are; raise store.daily_gb"
+            )
+
+
+def _today() -> bytes:
+    return _DAY + time.strftime("%Y-%m-%d", time.gmtime()).encode()
+
+
+def _number(value: bytes | memoryview | None) -> int:
+    return 0 if value is None else int.from_bytes(value, "big")
