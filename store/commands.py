@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from store.capacity import capacity
 from store.compaction import compact
 from store.errors import StoreError, StoreUnavailable
 from store.paths import data_dir, socket_path, store_dir
+from store.resident import resident_bytes
 from store.rpc import StoreClient
 from store.store import Store
 
@@ -34,7 +36,9 @@ def register(subparsers: Any) -> None:
         command.set_defaults(run=lambda arguments: _said(run, arguments))
         return command
 
-    add("stats", "what is stored and how full the store is", _stats)
+    command = add("stats", "what is stored and how full the store is", _stats)
+    command.add_argument("--capacity", action="store_true", help="what fits, by length")
+    command.add_argument("--size", type=size, default=0, help="... in a store of so many bytes")
     command = add("check", "walk everything: references, totals, hashes, orphans", _check)
     command.add_argument("--repair", action="store_true", help="put right what can be")
     command.add_argument("--quick", action="store_true", help="do not read the stored bytes")
@@ -89,6 +93,8 @@ def _asking(arguments: argparse.Namespace) -> Iterator[Callable[..., Any]]:
 
 
 def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
+    if method == "capacity":
+        return capacity(store, **given)
     if method == "check":
         return store.check(**given).to_dict()
     if method == "export":
@@ -100,7 +106,11 @@ def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
 
 def _stats(arguments: argparse.Namespace) -> int:
     with _asking(arguments) as ask:
+        if arguments.capacity:
+            return _capacity(arguments, ask("capacity", size_bytes=arguments.size))
         found = ask("stats")
+    data = store_dir(data_dir(arguments.data)) / "data.mdb"
+    found["resident_bytes"] = resident_bytes(data)
     if arguments.json:
         print(json.dumps(found))
         return 0
@@ -110,6 +120,21 @@ def _stats(arguments: argparse.Namespace) -> int:
         elif name.endswith("share"):
             value = f"{value:.1%}"
         print(f"{name.replace('_', ' '):>16}  {value}")
+    return 0
+
+
+def _capacity(arguments: argparse.Namespace, table: list[dict[str, Any]]) -> int:
+    if arguments.json:
+        print(json.dumps({"capacity": table}))
+        return 0
+    if not table:
+        raise StoreError("no state is stored yet whose sizes the table could follow: run a turn")
+    print(f"{'tokens each':>12} {'MB each':>10} {'conversations':>14} {'tokens':>16}")
+    for row in table:
+        print(
+            f"{row['tokens']:>12,} {row['bytes'] / 1e6:>10,.1f} {row['conversations']:>14,} "
+            f"{row['total_tokens']:>16,}"
+        )
     return 0
 
 

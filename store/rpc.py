@@ -19,6 +19,7 @@ from typing import Any
 
 import msgpack
 
+from store.capacity import capacity
 from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
 from store.store import Store
 from store.turns import Turn
@@ -61,6 +62,7 @@ class Server:
         self._methods["put_turn"] = lambda turn: store.put_turn(Turn.from_dict(turn))
         self._methods["get_turn"] = lambda turn_id: _encode_turn(store.get_turn(turn_id))
         self._methods["path"] = lambda turn_id: [turn.to_dict() for turn in store.path(turn_id)]
+        self._methods["capacity"] = lambda **how: capacity(store, **how)
         self._methods["find_state"] = self._find_state
         self._methods["check"] = lambda **how: store.check(**how).to_dict()
         self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))

@@ -178,3 +178,38 @@ def test_paths_follow_the_configuration(data: Path) -> None:
     config = Config(data_dir=data_dir())
     assert data_dir() == config.data_dir == data
     assert socket_path(data) == config.store_socket
+
+
+def test_capacity_follows_from_what_is_stored(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Store.open(store_dir(data), 128 << 20).close()
+    assert run("stats", "--capacity") == 1
+    assert "no state is stored" in capsys.readouterr().err
+    fill(data)
+    assert run("stats", "--capacity", "--json", "--size", "300G") == 0
+    table = said(capsys)["capacity"]
+    assert isinstance(table, list)
+    for row in table:
+        # Here each block of 16 tokens takes one value, and so does the snapshot.
+        values = -(-row["tokens"] // 16) + 1
+        assert row["bytes"] == values * VALUE_BYTES + 8 * row["tokens"]
+        assert row["conversations"] == int(300e9 * 0.88) // row["bytes"]
+        assert row["total_tokens"] == row["conversations"] * row["tokens"]
+    assert run("stats", "--capacity") == 0
+    assert "17,500" in capsys.readouterr().out
+
+
+def test_what_was_just_written_is_resident(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fill(data)
+    assert run("stats", "--json") == 0
+    found = said(capsys)
+    resident, written, file = (
+        found[name] for name in ("resident_bytes", "written_today_bytes", "file_bytes")
+    )
+    assert isinstance(resident, int)
+    assert isinstance(written, int)
+    assert isinstance(file, int)
+    assert 0 < resident <= (store_dir(data) / "data.mdb").stat().st_size
+    assert written >= 300 * 20_000
+    assert file > 0
