@@ -1,0 +1,143 @@
+"""Two prefill workers and two decode nodes on one Redis: homes, departures, deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
+
+from scheduler.jobs import Jobs
+from scheduler.record import Job, NewJob
+
+Start = Callable[..., Worker]
+
+
+@pytest.fixture
+def jobs(client: redis.Redis) -> Jobs:
+    return Jobs(client)
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker of a role on a node; all are killed in the end."""
+    with ExitStack() as stack:
+
+        def make(role: str, node: str, **options: Any) -> Worker:
+            made = Worker(role, redis_url, node=node, lock_dir=str(tmp_path), **options)
+            return stack.enter_context(made)
+
+        yield make
+
+
+def done(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
+    job = jobs.wait(new.id, 60)
+    assert job.status == "completed", job.error
+    assert answer(client, new.id) == oracle(new)
+    return job
+
+
+def nothing_left(client: redis.Redis) -> None:
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+def holder(client: redis.Redis, new: NewJob) -> str:
+    return (client.hget(f"tandem:job:{new.id}", "holder") or b"").decode()
+
+
+def test_every_turn_goes_to_the_home_of_its_conversation(
+    client: redis.Redis, jobs: Jobs, start: Start
+) -> None:
+    for node in ("m5", "m6"):
+        start("prefill", node)
+    homes = {start("decode", node).process.pid: node for node in ("m3", "m4")}
+    # New conversations by way of either prefill node, and turns that begin at their home.
+    news = [
+        new_job(node=("m3", "m4")[k % 2], stage=("prefill", "decode")[k // 2 % 2])
+        for k in range(12)
+    ]
+    for new in news:
+        jobs.accept(new)
+    for new in news:
+        job = done(client, jobs, new)
+        assert job.output is not None
+        assert homes[job.output["pid"]] == job.node == new.node
+        assert job.queue == f"decode-{new.node}"
+    nothing_left(client)
+
+
+def test_a_prefill_node_that_leaves_is_drained(
+    client: redis.Redis, jobs: Jobs, start: Start
+) -> None:
+    leaving, _ = start("prefill", "m5", chunk_s=0.02), start("decode", "m3")
+    news = [new_job(node="m3", tokens=200) for _ in range(6)]
+    for new in news:
+        jobs.accept(new)
+    eventually(lambda: any(jobs.get(new.id).prefilled_tokens for new in news), "nothing runs")
+    leaving.send(15)
+    start("prefill", "m6", chunk_s=0.02)
+    for new in news:
+        assert done(client, jobs, new).attempts_by_stage["prefill"] == 1, "none was begun twice"
+    assert leaving.stop() == 0
+    nothing_left(client)
+
+
+def test_what_a_dead_prefill_node_ran_goes_to_the_other(
+    client: redis.Redis, jobs: Jobs, start: Start
+) -> None:
+    dead = start("prefill", "m5", chunk_s=0.05)
+    start("decode", "m3")
+    new = new_job(node="m3", tokens=400)
+    jobs.accept(new)
+    eventually(lambda: jobs.get(new.id).prefilled_tokens, "it does not begin")
+    assert holder(client, new) == "prefill:m5"
+    start("prefill", "m6")
+    dead.kill()
+    job = done(client, jobs, new)
+    assert job.attempts_by_stage["prefill"] == 2
+    assert client.hget(f"tandem:job:{new.id}", "p_worker").startswith(b"prefill-m6-")
+    nothing_left(client)
+
+
+def test_a_dead_decode_node_keeps_its_jobs_and_no_others(
+    client: redis.Redis, jobs: Jobs, start: Start
+) -> None:
+    """Its conversations are there: their turns wait for it, while the other node goes on."""
+    start("prefill", "m5")
+    dead, _ = start("decode", "m3", step_s=0.02), start("decode", "m4")
+    homed = new_job(node="m3", answer=200)
+    jobs.accept(homed)
+    eventually(lambda: jobs.get(homed.id).first_token_at, "it does not decode")
+    dead.kill()
+    other = new_job(node="m4")
+    jobs.accept(other)
+    done(client, jobs, other)
+    eventually(lambda: jobs.get(homed.id).status == "queued", "its lease does not run out")
+    assert jobs.get(homed.id).queue == "decode-m3"
+    start("decode", "m3")
+    job = done(client, jobs, homed)
+    assert job.attempts_by_stage == {"prefill": 1, "decode": 2}
+    nothing_left(client)
+
+
+def test_a_decode_node_that_leaves_ends_what_it_runs(
+    client: redis.Redis, jobs: Jobs, start: Start
+) -> None:
+    start("prefill", "m5")
+    leaving, _ = start("decode", "m3", step_s=0.02, slots=1), start("decode", "m4")
+    news = [new_job(node="m3", answer=40) for _ in range(2)]
+    for new in news:
+        jobs.accept(new)
+    eventually(lambda: any(jobs.get(new.id).first_token_at for new in news), "nothing decodes")
+    assert leaving.stop() == 0
+    ended = [new for new in news if jobs.get(new.id).ended]
+    assert len(ended) == 1, "the row that ran was finished, the other one waits"
+    start("decode", "m3")
+    for new in news:
+        assert done(client, jobs, new).attempts_by_stage["decode"] == 1
+    nothing_left(client)
