@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import lmdb
 import msgpack
 
-from store.errors import MapFull, StoreError, StoreFull, StoreStuck
+from store.errors import MapFull, StoreDamaged, StoreError, StoreFull, StoreStuck
 
 Txn: TypeAlias = Any
 Table: TypeAlias = Any
@@ -37,6 +37,7 @@ TABLES = ("blk", "conv", "dat", "index", "lru", "meta", "order", "pages", "pend"
 LIVE_CEILING = 0.88
 """Largest share of the map that may be live; eviction keeps below it ahead of need."""
 BEGIN_SECONDS = 10.0
+_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
 class _Task(Generic[T]):
@@ -95,7 +96,8 @@ class Environment:
 
         `size_bytes` is the cap of the data file, at least 32 MiB; 0 keeps that of an existing
         store. Raises StoreError if another process owns the directory, if it holds no store and
-        `create` is false, or if the store was written by another format.
+        `create` is false, or if the store was written by another format; StoreDamaged if LMDB
+        cannot read its own pages.
         """
         exists = (path / "data.mdb").exists()
         if size_bytes < 32 << 20 and not (size_bytes == 0 and exists):
@@ -114,20 +116,28 @@ class Environment:
         try:
             _check_format(env)
             return cls(path, env, lock_fd, begin_seconds)
-        except BaseException:
+        except BaseException as error:
             env.close()
             os.close(lock_fd)
+            if isinstance(error, lmdb.Error):
+                raise _translate(error, path) from error
             raise
 
     # ------------------------------------------------------------------ transactions
 
     @contextmanager
     def read(self) -> Iterator[Txn]:
-        """A read transaction; what it returns are views of the map that die with it."""
+        """A read transaction; what it returns are views of the map that die with it.
+
+        Raises StoreDamaged if LMDB cannot read its own pages.
+        """
         if self.closed:
             raise StoreError("the store is closed: open it again")
-        with self.env.begin(buffers=True) as txn:
-            yield txn
+        try:
+            with self.env.begin(buffers=True) as txn:
+                yield txn
+        except lmdb.Error as error:
+            raise _translate(error, self.path) from error
 
     def write(self, work: Callable[[Txn], T]) -> T:
         """Run `work` in a write transaction on the writing thread and return after its commit.
@@ -167,7 +177,7 @@ class Environment:
             except lmdb.MapFullError:
                 task.error = MapFull("the store's map is full: raise its size or evict")
             except lmdb.Error as error:
-                task.error = _translate(error)
+                task.error = _translate(error, self.path)
             except BaseException as error:
                 task.error = error
             finally:
@@ -267,7 +277,7 @@ def _open_lmdb(path: Path, size_bytes: int, exists: bool) -> Any:
             **options,
         )
     except lmdb.Error as error:
-        raise StoreError(f"the store in {path} cannot be opened: {error}") from error
+        raise _translate(error, path) from error
     if env.lib_version()[0] != 0:
         env.close()
         raise StoreError(f"{path} was made by another LMDB engine than 0.9: use its own version")
@@ -296,8 +306,13 @@ def _check_format(env: Any) -> None:
             )
 
 
-def _translate(error: Exception) -> StoreError:
+def _translate(error: Exception, path: Path) -> StoreError:
     text = str(error)
+    if isinstance(error, _DAMAGED):
+        return StoreDamaged(
+            f"the store in {path} is damaged beyond repair ({text}): put a copy of it back, or "
+            "move it away and begin an empty one"
+        )
     if "No space left" in text or "Disk quota" in text:
         return StoreFull("the disk is full: free some space; what is stored is kept")
-    return StoreError(f"LMDB refused the write: {text}")
+    return StoreError(f"LMDB refused the store in {path}: {text}")

@@ -19,6 +19,10 @@ class OverBudget(StoreFull):
     """The day's budget of written bytes is spent; records are still written."""
 
 
+class StoreDamaged(StoreError):
+    """LMDB's own pages are damaged: what the store holds can no longer be found in it."""
+
+
 class StoreStuck(StoreError):
     """The write lock could not be had within its deadline: another process holds it."""
 

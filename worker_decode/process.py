@@ -23,7 +23,7 @@ from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
 from scheduler.role import run_role
 from store.codec.header import CodecError
-from store.errors import StoreError
+from store.errors import StoreDamaged, StoreError
 from store.quotas import Limits
 from store.rpc import serve
 from store.store import Store
@@ -41,7 +41,8 @@ log = logging.getLogger("tandem.decode")
 
 def main() -> int:
     """Run the worker; the exit status says whether a restart could help."""
-    return run_role(run, for_good=(ModelError, CodecError), for_now=(StoreError, LinkError))
+    broken = (ModelError, CodecError, StoreDamaged)
+    return run_role(run, for_good=broken, for_now=(StoreError, LinkError))
 
 
 def run(config: Config, model_dir: Path) -> int:

@@ -11,7 +11,7 @@ import pytest
 from made_states import make_turn
 
 from store.environment import Environment
-from store.errors import StoreError, StoreStuck
+from store.errors import StoreDamaged, StoreError, StoreStuck
 from store.store import Store
 
 HOLD = """
@@ -113,3 +113,23 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 16384)
     with pytest.raises(StoreError, match="cut short"):
         Store.open(tmp_path / "store", 64 << 20)
+
+
+@pytest.mark.parametrize("meta", [True, False])
+def test_damaged_pages_are_told_in_one_line(tmp_path: Path, meta: bool) -> None:
+    store = Store.open(tmp_path / "store", 64 << 20)
+    store.put_turn(make_turn(range(50_000), [1], conversation="conv_a"))
+    page = store.environment.page_size
+    store.close()
+    path = tmp_path / "store" / "data.mdb"
+    data = bytearray(path.read_bytes())
+    for start in range(0, 2 * page, page) if meta else range(2 * page, len(data), page):
+        # A page that tells its own number has a type behind it (LMDB: MDB_page.mp_flags).
+        if int.from_bytes(data[start : start + 8], "little") == start // page:
+            data[start + 10 : start + 12] = b"\0\0"
+    path.write_bytes(data)
+    with pytest.raises(StoreDamaged, match="put a copy of it back") as error:
+        Store.open(tmp_path / "store", 64 << 20)
+    assert len(str(error.value).splitlines()) == 1
+    path.unlink()
+    Store.open(tmp_path / "store", 64 << 20).close()
