@@ -61,6 +61,19 @@ class Parts:
         self._held = ""
         self._trim = False  # line ends after a closing mark belong to the mark
 
+    @property
+    def marks(self) -> list[str]:
+        """The marks that are looked for; without any, everything is text."""
+        marks = [self._open, self._close]
+        if self._parser is not None:
+            marks += [self._parser.tool_call_start, self._parser.tool_call_end]
+        return [mark for mark in marks if mark]
+
+    @property
+    def thinking_marks(self) -> tuple[str, str]:
+        """What opens and what closes thinking; empty where this model has no such marks."""
+        return self._open, self._close
+
     def push(self, text: str) -> list[Part]:
         """The parts that become certain with `text`."""
         self._held += text

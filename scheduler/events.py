@@ -8,7 +8,7 @@ The log is complete until it expires: it is never trimmed, because clients may r
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from scheduler.serializer import unpack
 TERMINAL_EVENTS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 _TEXT_DELTA = "response.output_text.delta"
+_OPENING = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,36 @@ class Event:
 class Replay:
     """What a response has said so far: a retried decode goes on from here.
 
-    `ids`: token ids of all deltas, in order; `text`: their text; `types`: event types seen;
-    `seq`: how many events there are.
+    `ids`: token ids of all events, in order; `text`: the text of all text deltas, `logprobs` the
+    log probabilities of each; `types`: event types seen; `seq`: how many events there are, `said`:
+    how many of them tell of the answer.
     """
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
     types: frozenset[str] = frozenset()
     seq: int = 0
+    said: int = 0
+    logprobs: list[list[Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, logged: Iterable[Mapping[str, Any]]) -> Replay:
+        """What these events, a log from its beginning, have said."""
+        ids: list[int] = []
+        text: list[str] = []
+        logprobs: list[list[Any]] = []
+        types: set[str] = set()
+        count = said = 0
+        for event in logged:
+            count += 1
+            kind = str(event.get("type"))
+            types.add(kind)
+            said += kind not in _OPENING
+            ids.extend(event.get("ids") or ())
+            if kind == _TEXT_DELTA:
+                text.append(str(event.get("delta", "")))
+                logprobs.append(list(event.get("logprobs") or ()))
+        return cls(ids, "".join(text), frozenset(types), count, said, logprobs)
 
 
 def key(resp: str) -> str:
@@ -113,18 +136,15 @@ async def afollow(
 
 def replay(client: redis.Redis, resp: str) -> Replay:
     """Everything that a response has said so far."""
-    ids: list[int] = []
-    text: list[str] = []
-    types: set[str] = set()
+    return Replay.of(_all(client, resp))
+
+
+def _all(client: redis.Redis, resp: str) -> Iterator[dict[str, Any]]:
     after = -1
     while events := read(client, resp, after, count=2000):
         for event in events:
-            types.add(str(event.data.get("type")))
-            ids.extend(event.data.get("ids") or ())
-            if event.data.get("type") == _TEXT_DELTA:
-                text.append(str(event.data.get("delta", "")))
+            yield event.data
         after = events[-1].seq
-    return Replay(ids, "".join(text), frozenset(types), after + 1)
 
 
 def _events(answer: Any) -> list[Event]:

@@ -2,57 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.decode import Event
+from engine.grammar import Grammar, Vocabulary
 from engine.sampling import SamplingParams
 from scheduler.execution import Execution
+from scheduler.output import Output
 from scheduler.record import Job
+from worker_decode.reader import Reader, logprobs_of
 from worker_decode.starts import Start
-
-ITEM_ADDED = "response.output_item.added"
-PART_ADDED = "response.content_part.added"
-DELTA = "response.output_text.delta"
-TEXT_DONE = "response.output_text.done"
-PART_DONE = "response.content_part.done"
-ITEM_DONE = "response.output_item.done"
 
 
 class Answer:
     """The job of one row, what it has said so far, and where its state came from."""
 
-    def __init__(self, execution: Execution, job: Job, start: Start) -> None:
+    def __init__(
+        self,
+        execution: Execution,
+        job: Job,
+        start: Start,
+        reader: Reader,
+        tokenizer: Any,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Takes up what an earlier run has said, and says what of it the log has lost."""
         self.execution = execution
         self.job = job
         self.start = start
         self.held_before = len(start.ids)
         self.ids = list(execution.replay.ids)
-        self.text = execution.replay.text
-        self._seen = set(execution.replay.types)
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._output = Output(job.id, plain=reader.plain)
+        self._replay = execution.replay
+        self._stream = reader.stream()
+        self._output.recorded = list(execution.replay.logprobs)
+        self._made = 0  # events of what an earlier run has said
+        # Whether its last token ended the answer is told by the engine.
+        for token in self.ids[:-1]:
+            self._repeat(token)
+        self._last: int | None = self.ids[-1] if self.ids else None
 
     def say(self, event: Event) -> None:
         """Send what one engine event adds. Every token id goes out, whether it has text or not."""
-        if event.token is None and not event.text:
-            return
-        self._once(ITEM_ADDED)
-        self._once(PART_ADDED)
-        data: dict[str, Any] = {"type": DELTA, "delta": event.text, "ids": []}
+        ended = event.finish is not None
+        if self._last is not None:
+            self._repeat(self._last, end=ended and event.token is None)
+            self._last = None
+            self._output.recorded = []
         if event.token is not None:
             self.ids.append(event.token)
-            data["ids"] = [event.token]
-        self.text += event.text
-        self.execution.emit(data)
+            pieces = self._reader.read(event.text, end=ended)
+            logprobs = logprobs_of(event, self._tokenizer)
+            self._emit(self._output.say(pieces, [event.token], logprobs))
+
+    def _repeat(self, token: int, *, end: bool = False) -> None:
+        """Make the events of a token that was said before; send those that the log has lost."""
+        text = "" if token in self._stop_ids else self._stream.push(token)
+        if end:
+            text += self._stream.finish()
+        events = self._output.say(self._reader.read(text, end=end), [token])
+        known = max(0, self._replay.said - self._made)
+        self._made += len(events)
+        self._emit(events[known:])
 
     def closing(self, status: str) -> list[dict[str, Any]]:
-        """The events that close the message, for the terminal step."""
-        self._once(ITEM_ADDED)
-        self._once(PART_ADDED)
-        return [
-            {"type": TEXT_DONE, "text": self.text},
-            {"type": PART_DONE, "text": self.text},
-            {"type": ITEM_DONE, "text": self.text, "status": status},
-        ]
+        """The events that close the answer, for the terminal step."""
+        return self._output.close(status)
+
+    @property
+    def text(self) -> str:
+        """All text so far, without thinking and calls."""
+        return self._output.text
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The output items; whole after `closing`."""
+        return self._output.items()
+
+    def output(self, finish: str) -> dict[str, Any]:
+        """What the job's record keeps of the answer."""
+        return self._output.result(finish)
+
+    def _emit(self, events: list[dict[str, Any]]) -> None:
+        if events:
+            self.execution.emit(*events)
 
     def usage(self) -> dict[str, int]:
         """Token counts in OpenAI's names."""
@@ -60,6 +97,7 @@ class Answer:
             "input_tokens": self.job.prompt_tokens,
             "cached_tokens": self.start.cached,
             "output_tokens": len(self.ids),
+            **({"reasoning_tokens": thought} if (thought := self._output.reasoning_tokens) else {}),
         }
 
     def computed(self, event: Event) -> int:
@@ -80,11 +118,6 @@ class Answer:
             **({"notes": self.start.notes} if self.start.notes else {}),
         }
 
-    def _once(self, kind: str) -> None:
-        if kind not in self._seen:
-            self._seen.add(kind)
-            self.execution.emit({"type": kind})
-
 
 def sampling(job: Job, eos_ids: frozenset[int], default_tokens: int) -> SamplingParams:
     """The sampling that a request asks for. Raises ModelError for values out of range."""
@@ -99,4 +132,17 @@ def sampling(job: Job, eos_ids: frozenset[int], default_tokens: int) -> Sampling
         max_tokens=int(asked.get("max_output_tokens") or default_tokens),
         stop_ids=eos_ids,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logit_bias={int(k): float(v) for k, v in (asked.get("logit_bias") or {}).items()},
+        repetition_penalty=float(asked.get("repetition_penalty") or 1.0),
+        presence_penalty=float(asked.get("presence_penalty") or 0.0),
+        frequency_penalty=float(asked.get("frequency_penalty") or 0.0),
+        top_logprobs=int(-1 if asked.get("top_logprobs") is None else asked["top_logprobs"]),
     )
+
+
+def grammar(job: Job, reader: Reader, vocabulary: Callable[[], Vocabulary]) -> Grammar | None:
+    """The grammar that a request holds its answer to. Raises ModelError where it is none."""
+    asked: Mapping[str, Any] | None = (job.request.get("params") or {}).get("grammar")
+    if not asked:
+        return None
+    return Grammar(vocabulary(), asked["kind"], asked["text"], reader.thought())

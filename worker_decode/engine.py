@@ -13,19 +13,20 @@ from typing import Any
 
 from engine.decode import Batch, Event, Row
 from engine.errors import ModelError
+from engine.grammar import Vocabulary
 from engine.keepalive import KeepAlive
 from engine.model import Model
-from engine.text import TextStream
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
 from store.errors import StoreError, StoreGap
 from store.store import Store
-from worker_decode.answers import Answer, sampling
+from worker_decode.answers import Answer, grammar, sampling
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
 from worker_decode.memory import Memory
+from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Starts
 from worker_decode.states import export, nbytes_of
@@ -78,6 +79,7 @@ class Engine:
         self._committed: set[str] = set()
         self._uncommitted: dict[str, Execution] = {}
         self._unrecorded: deque[str] = deque()
+        self._words: Vocabulary | None = None
         self._lock = threading.Lock()
         self._next_look = 0.0
         self._next_sweep = 0.0
@@ -94,6 +96,7 @@ class Engine:
         start = self._starts.find(job)
         try:
             params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)
+            reader = Reader(job, self._tokenizer, params.stop)
             ids = job.prompt_ids
             row = Row(
                 caches=start.caches,
@@ -103,14 +106,17 @@ class Engine:
                 emitted=execution.replay.ids,
                 schedule=start.schedule,
                 rope_delta=start.rope_delta,
-                text=TextStream(self._tokenizer, params.stop),
+                text=reader.stream(),
                 lengths=start.lengths,
+                grammar=grammar(job, reader, self._vocabulary),
             )
             uid = self._batch.add(row)
         except (ModelError, ValueError) as error:
             self._starts.give_back(start)
             raise JobError(str(error)) from error
-        self._answers[uid] = Answer(execution, job, start)
+        self._answers[uid] = Answer(
+            execution, job, start, reader, self._tokenizer, self._model.eos_ids
+        )
         if start.held is not None:
             self._forget(start.held.turn)  # it is this row's now
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
@@ -183,14 +189,14 @@ class Engine:
         if event.finish == "error":
             return Finished(answer.execution, error=ModelError(event.error))
         status = "completed" if event.finish == "stop" else "incomplete"
-        text = {"text": answer.text, "finish": event.finish}
+        closing = answer.closing(status)
         result = Result(
             status="completed" if event.finish == "stop" else "incomplete",
             reason="" if event.finish == "stop" else str(event.finish),
-            output=text,
+            output=answer.output(str(event.finish)),
             usage=answer.usage(),
             path=answer.facts(event),
-            events=answer.closing(status),
+            events=closing,
             computed_tokens=answer.computed(event),
         )
         commit = None
@@ -198,6 +204,13 @@ class Engine:
             self._keep(answer, event)
             commit = partial(self._commit, answer, event, status)
         return Finished(answer.execution, result, commit=commit)
+
+    def _vocabulary(self) -> Vocabulary:
+        """The tokenizer as grammars see it, made when the first one is asked for."""
+        if self._words is None:
+            model = self._model
+            self._words = Vocabulary(self._tokenizer, model.vocab_size, model.eos_ids)
+        return self._words
 
     def _keep(self, answer: Answer, event: Event) -> None:
         assert event.caches is not None
@@ -220,21 +233,12 @@ class Engine:
 
     def _commit(self, answer: Answer, event: Event, status: str) -> None:
         """Make the turn durable: its messages and token ids. Runs on a background thread."""
-        item = {
-            "id": "msg_" + answer.job.id.removeprefix("resp_"),
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [
-                {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-            ],
-        }
         try:
             turn = compose(
                 answer.job,
                 self._store,
                 fingerprint=self._model.fingerprint,
-                output=[item],
+                output=answer.items,
                 output_ids=answer.ids,
                 schedule=event.schedule,
                 usage=answer.usage(),

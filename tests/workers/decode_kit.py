@@ -226,9 +226,4 @@ def asking(tokens: int, **more: Any) -> dict[str, Any]:
 
 def replay_of(events: Sequence[Mapping[str, Any]]) -> Replay:
     """What an earlier run has said."""
-    return Replay(
-        ids=[token for event in events for token in event.get("ids", ())],
-        text="".join(event.get("delta", "") for event in events),
-        types=frozenset(str(event["type"]) for event in events),
-        seq=len(events),
-    )
+    return Replay.of(events)
