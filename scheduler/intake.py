@@ -26,6 +26,7 @@ from scheduler.record import (
     response_id,
 )
 from scheduler.schema import ResponseRequest, items_of, media_at
+from scheduler.shaping import Shaping, shape
 from scheduler.tokenizer import TemplateError
 
 _PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
@@ -49,10 +50,11 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
+    shaping = shape(backend.tokenizer, body)
     for _ in range(_TRIES):
         lineage = find_lineage(backend, body, items)
-        prompt = prompt_of(backend, body, lineage)
-        fields = _job(backend, body, lineage, prompt, model)
+        prompt = prompt_of(backend, body, lineage, shaping)
+        fields = _job(backend, body, lineage, prompt, model, shaping)
         job = NewJob(id=response_id(owner, key), owner=owner, digest=digest, **fields)
         accepted = _submit(backend, job)
         if accepted.duplicate or not job.lock or _still_head(backend, lineage):
@@ -77,7 +79,8 @@ def count_tokens(backend: Backend, body: ResponseRequest) -> int:
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
-    return len(prompt_of(backend, body, find_lineage(backend, body, items)).ids)
+    shaping = shape(backend.tokenizer, body)
+    return len(prompt_of(backend, body, find_lineage(backend, body, items), shaping).ids)
 
 
 def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Lineage) -> None:
@@ -88,7 +91,9 @@ def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Line
         backend.threads.enter(response, [*past, *lineage.items], body.instructions)
 
 
-def prompt_of(backend: Backend, body: ResponseRequest, lineage: Lineage) -> Prompt:
+def prompt_of(
+    backend: Backend, body: ResponseRequest, lineage: Lineage, shaping: Shaping
+) -> Prompt:
     """The prompt of a turn. Raises Fault 400 where it does not fit or the template refuses it."""
     items = lineage.items
     tokenizer = backend.tokenizer
@@ -102,6 +107,8 @@ def prompt_of(backend: Backend, body: ResponseRequest, lineage: Lineage) -> Prom
             [*lineage.seed, *items],
             instructions=body.instructions,
             parent=lineage.parent,
+            tools=shaping.tools,
+            options=shaping.options,
         )
     except TemplateError as error:
         raise bad(str(error), "input") from error
@@ -125,6 +132,7 @@ def _job(
     lineage: Lineage,
     prompt: Prompt,
     model: str,
+    shaping: Shaping,
 ) -> dict[str, Any]:
     config = backend.config.decode
     tokens = len(prompt.ids)
@@ -145,6 +153,7 @@ def _job(
         "min_p": body.min_p or 0.0,
         "seed": seed % (1 << 63),
         "stop": body.stop or [],
+        **shaping.params,
         # Beside the sampling, so that it is stored with the turn.
         "about": {
             "metadata": body.metadata or {},
@@ -158,6 +167,8 @@ def _job(
         "request": {
             "input": list(lineage.items),
             "instructions": body.instructions,
+            "tools": shaping.tools,
+            "options": shaping.options,
             "params": params,
             "store": body.store is not False,
             "prompt": {"rebased": prompt.rebased, "shared": prompt.shared},
@@ -235,13 +246,3 @@ def _refuse_unsupported(body: ResponseRequest, model: str) -> None:
             where,
             "unsupported_content",
         )
-    if body.tools and body.tool_choice != "none":
-        raise bad("tools are not supported: leave them out", "tools", "unsupported_parameter")
-    if body.text and body.text.format and body.text.format.type != "text":
-        raise bad(
-            f"text.format '{body.text.format.type}' is not supported: use 'text'",
-            "text.format",
-            "unsupported_parameter",
-        )
-    if body.top_logprobs:
-        raise bad("top_logprobs is not supported: leave it out", "top_logprobs")

@@ -128,6 +128,8 @@ def _after_turn(backend: Backend, turn_id: str, items: Items, seed: Items | None
         ids=ids,
         generated=len(last.output_ids),
         instructions=last.params.get("instructions"),
+        tools=last.params.get("tools"),
+        options=last.params.get("options"),
     )
     return Lineage(last.conversation, items, last.id, parent)
 

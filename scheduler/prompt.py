@@ -9,11 +9,12 @@ would have placed the answer where the parent's ids have it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.tokenizer import Message, Rendering, Tokenizer
+from scheduler.tokenizer import Message, Rendering, TemplateError, Tokenizer
 
 _ANSWER = "Q0answer4d1e7a9b0Q"
 """Stands where an assistant's answer goes while the text around it is learnt."""
@@ -98,26 +99,28 @@ def _splice(
     if not parent.generated:
         return None
     answer = {"type": "message", "role": "assistant", "content": _ANSWER}
-    around = render(messages_of([*parent.items, answer, *items], instructions))
+    try:
+        around = render(messages_of([*parent.items, answer, *items], instructions))
+    except TemplateError:
+        return None  # it wants to see the calls that tools answer
     if around.text.count(_ANSWER) != 1:
         return None  # dropped, repeated or altered: or the client wrote our marker
     seam = around.text.index(_ANSWER)
-    head, tail = around.text[:seam], around.text[seam + len(_ANSWER) :]
-    seen = tokenizer.render(
+    tail = around.text[seam + len(_ANSWER) :]
+    head = tokenizer.render(
         messages_of(parent.items, parent.instructions),
         tools=parent.tools,
         options=parent.options,
-    )
-    if head != seen.text:
+    ).text
+    if not whole.text.startswith(head) or not whole.text.endswith(tail):
+        return None
+    if len(whole.text) < len(head) + len(tail):
         return None
     generated = list(parent.ids[len(parent.ids) - parent.generated :])
     stopped = generated[-1] in tokenizer.eos_ids
     text = tokenizer.decode(generated[:-1] if stopped else generated)
-    if not whole.text.endswith(tail) or len(whole.text) < len(head) + len(tail):
-        return None
     middle = whole.text[len(head) : len(whole.text) - len(tail)]
-    # A template may trim white space around an answer; the model's own tokens stand.
-    if not whole.text.startswith(head) or middle.strip() != text.strip():
+    if not _says(middle, text, parent.answer):
         return None
     kept = list(parent.ids)
     rest = around.cut(seam + len(_ANSWER))
@@ -130,6 +133,29 @@ def _splice(
             # the pending one, in no state yet, so it can be left out.
             kept.pop()
     return Prompt(kept + tokenizer.encode(rest), len(kept), len(kept) < len(parent.ids))
+
+
+def _says(rendered: str, generated: str, answer: Sequence[Item]) -> bool:
+    """Whether the template's words for an answer stand for the text that the model generated.
+
+    A template may trim white space around an answer; the model's own tokens stand. Calls and
+    thinking are laid out anew by templates; what was read from the model's text must all be there.
+    """
+    if rendered.strip() == generated.strip():
+        return True
+    if all(item.get("type", "message") == "message" for item in answer):
+        return False
+    if "".join(rendered.split()) == "".join(generated.split()):
+        return True
+    at = 0
+    for item in answer:
+        kind = item.get("type", "message")
+        told = str(item.get("name")) if kind == "function_call" else text_of(item.get("content"))
+        found = rendered.find(told.strip(), at)
+        if found < 0:
+            return False  # thinking that the template leaves out, for example
+        at = found + len(told.strip())
+    return True
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -211,5 +237,14 @@ def _call(item: Item) -> dict[str, Any]:
     return {
         "id": item.get("call_id"),
         "type": "function",
-        "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")},
+        "function": {"name": item.get("name"), "arguments": _arguments(item.get("arguments"))},
     }
+
+
+def _arguments(text: Any) -> Any:
+    """Arguments as templates expect them: an object; text that is none stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, TypeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

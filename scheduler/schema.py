@@ -23,6 +23,8 @@ from scheduler.items import new_id
 MAX_IDS = 10_000
 Text = Annotated[str, Field(max_length=32 * 1024 * 1024)]
 Name = Annotated[str, Field(max_length=256)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 
 
 class Shape(BaseModel):
@@ -197,6 +199,26 @@ class Format(Shape):
     """Form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: Text | None = None
+
+
+class FunctionTool(Shape):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Reasoning(Shape):
+    """How much the model is to think."""
+
+    effort: Name | None = None
 
 
 class TextConfig(Shape):
@@ -230,8 +252,17 @@ class ResponseRequest(Shape):
     user: Name | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[FunctionTool] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Name], Field(max_length=64)] | None = None
+    presence_penalty: Penalty | None = Field(None, description="extension")
+    frequency_penalty: Penalty | None = Field(None, description="extension")
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
+        None, description="extension"
+    )
+    logit_bias: dict[str, float] | None = Field(None, description="extension")
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None

@@ -89,8 +89,9 @@ def _content(message: Message) -> Any:
 def _call(function: Mapping[str, Any]) -> tuple[str, Any]:
     arguments = function.get("arguments")
     try:
-        arguments = json.dumps(json.loads(str(arguments)), sort_keys=True)
-    except ValueError:
+        value = arguments if isinstance(arguments, Mapping) else json.loads(str(arguments))
+        arguments = json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
         arguments = str(arguments)
     return str(function.get("name")), arguments
 

@@ -86,6 +86,7 @@ class Tokenizer:
         self.special: dict[str, int] = {
             str(token.content): int(number) for number, token in added.items() if token.special
         }
+        self.added = frozenset(str(token.content) for token in added.values())
         self.special_ids = frozenset(self.special.values())
         self._spelled = (
             re.compile("|".join(re.escape(s) for s in sorted(self.special, key=len, reverse=True)))
@@ -93,6 +94,7 @@ class Tokenizer:
             else None
         )
         self.vocab_size = len(hf)
+        self.template = _template(hf.chat_template)
         self._longest = max((len(token) for token in hf.get_vocab()), default=1)
 
     @classmethod
@@ -235,7 +237,10 @@ class _Marks:
             assert self._spelled is not None
             return self._spelled.sub(self._mark, value)
         if isinstance(value, Mapping):
-            return {k: v if top and k == "role" else self._replace(v) for k, v in value.items()}
+            return {
+                self._replace(k): v if top and k == "role" else self._replace(v)
+                for k, v in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self._replace(v) for v in value]
         return value
@@ -260,6 +265,13 @@ class _Marks:
             at = match.end()
         out.append(text[at:])
         return Rendering("".join(out), literals)
+
+
+def _template(found: Any) -> str:
+    """The template that is used with tools, where there are several."""
+    if isinstance(found, Mapping):
+        found = found.get("tool_use") or found.get("default")
+    return str(found or "")
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from scheduler.items import answer, message_id, output_items, text_part
 from scheduler.record import Forecast, Job, Status
+from scheduler.tools import for_client
 
 WIRE_STATUS: dict[Status, str] = {
     "queued": "queued",
@@ -64,17 +65,17 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "max_output_tokens": params.get("max_output_tokens"),
         "model": job.model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": params.get("parallel_tool_calls", True),
         "previous_response_id": job.previous if about.get("by_response") else None,
         "conversation": {"id": job.conversation} if job.conversation else None,
         "reasoning": {"effort": None, "summary": None},
         "service_tier": _TIERS[job.priority],
         "store": request.get("store", True),
         "temperature": params.get("temperature"),
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
+        "text": {"format": params.get("format") or {"type": "text"}},
+        "tool_choice": params.get("tool_choice", "auto"),
+        "tools": for_client(request.get("tools") or ()),
+        "top_logprobs": max(0, params.get("top_logprobs") or 0),
         "top_p": params.get("top_p"),
         "truncation": "disabled",
         "usage": None,
@@ -150,11 +151,27 @@ def replayed(job: Job) -> list[dict[str, Any]]:
         if item.get("type") == "message":
             for number, part in enumerate(item["content"]):
                 at.update(content_index=number, item_id=item["id"])
-                text = part.get("text", "")
+                text, odds = part.get("text", ""), {"logprobs": part.get("logprobs") or []}
                 events += [
                     {"type": "response.content_part.added", **at},
-                    {"type": "response.output_text.delta", "delta": text, **at},
-                    {"type": "response.output_text.done", "text": text, **at},
+                    {"type": "response.output_text.delta", "delta": text, **odds, **at},
+                    {"type": "response.output_text.done", "text": text, **odds, **at},
+                    {"type": "response.content_part.done", "part": part, **at},
+                ]
+        elif item.get("type") == "function_call":
+            at["item_id"] = item["id"]
+            told, name = item["arguments"], "response.function_call_arguments"
+            events[-1]["item"]["arguments"] = ""
+            events.append({"type": f"{name}.delta", "delta": told, **at})
+            events.append({"type": f"{name}.done", "arguments": told, "name": item["name"], **at})
+        elif item.get("type") == "reasoning":
+            for number, part in enumerate(item.get("content") or ()):
+                at.update(content_index=number, item_id=item["id"])
+                name, empty = "response.reasoning_text", {**part, "text": ""}
+                events += [
+                    {"type": "response.content_part.added", "part": empty, **at},
+                    {"type": f"{name}.delta", "delta": part["text"], **at},
+                    {"type": f"{name}.done", "text": part["text"], **at},
                     {"type": "response.content_part.done", "part": part, **at},
                 ]
         done = {"type": "response.output_item.done", "item": item, "output_index": index}

@@ -52,12 +52,39 @@ THINKING = (
     "<|im_start|>{{ m.role }}\n{{ c }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FAMILIES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "thinking": THINKING}
+TOOLS = (
+    "{%- set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% if tools or messages[0].role == 'system' %}<|im_start|>system\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "<think>\n{{ m.reasoning_content | trim }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
+    "{% if m.content or not loop.first %}\n{% endif %}"
+    '<tool_call>\n{"name": "{{ tool_call.name }}", "arguments": '
+    "{{ tool_call.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+FAMILIES = {
+    "chatml": CHATML,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "thinking": THINKING,
+    "tools": TOOLS,
+}
 STOP = {
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
     "thinking": "<|im_end|>",
+    "tools": "<|im_end|>",
 }
 
 _TEXT = [
@@ -82,7 +109,7 @@ def make_model_dir(path: Path, family: str = "chatml", *, context: int = 4096) -
         ),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=STOP[family])
-    fast.add_tokens(["<think>", "</think>"])
+    fast.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     fast.chat_template = FAMILIES[family]
     path.mkdir(parents=True, exist_ok=True)
     fast.save_pretrained(str(path))

@@ -19,6 +19,7 @@ from scheduler import items
 from scheduler.api import create_app
 from scheduler.config import Config
 from scheduler.nodes import Node, Presence
+from scheduler.output import Output, Piece
 from scheduler.record import Job, Result
 from scheduler.redis_client import connect
 from scheduler.runs import Runs
@@ -29,6 +30,8 @@ from store.store import Store
 from store.turns import Turn
 
 Say = Callable[[Job], str]
+Script = list[tuple[str, list[Piece]]]
+"""What a model writes, bit by bit, and what each bit means."""
 
 
 class Workers(threading.Thread):
@@ -41,6 +44,7 @@ class Workers(threading.Thread):
         self.tokenizer = tokenizer
         self.runs = Runs(connect(config.redis_url, patience=0), config.jobs)
         self.say: Say = lambda job: f"You sent {job.prompt_tokens} tokens. 東京 👩‍👩‍👧 é!"
+        self.script: Callable[[Job], Script] | None = None
         self.may_prefill = threading.Event()
         self.may_decode = threading.Event()
         self.may_finish = threading.Event()
@@ -85,6 +89,9 @@ class Workers(threading.Thread):
             self.runs.fail(job, "server_error", self.fail_with)
             return True
         at = self.runs.client.xlen(f"tandem:events:{job.id}")
+        if self.script is not None:
+            self._write(job, at, self.script(job))
+            return True
         text = self.say(job)
         pieces = self._pieces(text)
         stop = next(iter(sorted(self.tokenizer.eos_ids)))
@@ -135,6 +142,30 @@ class Workers(threading.Thread):
             ),
         )
         return True
+
+    def _write(self, job: Job, at: int, script: Script) -> None:
+        """Say what a script says, as the real worker tells it."""
+        output, ids = Output(job.id, plain=False), list[int]()
+        for raw, pieces in script:
+            new = self.tokenizer.encode(raw)
+            ids += new
+            if told := output.say(pieces, new):
+                at = self._emit(job, at, *told)
+        ids.append(min(self.tokenizer.eos_ids))
+        closing = output.close("completed")
+        usage = {
+            "input_tokens": job.prompt_tokens,
+            "output_tokens": len(ids),
+            "cached_tokens": job.held_tokens,
+            "reasoning_tokens": output.reasoning_tokens,
+        }
+        result = output.result("stop")
+        if job.request["store"]:
+            self._commit(job, ids, result, "completed", usage)
+        path = {"path": "hot" if job.held_tokens else "cold"}
+        self.runs.finish(
+            job, Result("completed", output=result, usage=usage, path=path, events=closing)
+        )
 
     def _pieces(self, text: str) -> list[tuple[str, list[int]]]:
         """The text in its own tokens, cut only where whole characters end."""
@@ -193,14 +224,16 @@ class Workers(threading.Thread):
 class Stack:
     """Everything that a client of the API can meet."""
 
-    def __init__(self, redis_url: str, *, context: int = 4096, **sections: Any) -> None:
+    def __init__(
+        self, redis_url: str, *, context: int = 4096, family: str = "chatml", **sections: Any
+    ) -> None:
         # Short, because the sockets' paths have to be.
         self.dir = Path(tempfile.mkdtemp(prefix="ta-"))
         self.config = Config.model_validate(
             {
                 "data_dir": str(self.dir / "d"),
                 "model": "test-model",
-                "model_dir": str(make_model_dir(self.dir / "m", context=context)),
+                "model_dir": str(make_model_dir(self.dir / "m", family, context=context)),
                 "redis": {"url": redis_url},
                 "jobs": {"abandon_seconds": 0},
                 **sections,

@@ -134,9 +134,17 @@ def test_a_named_conversation_is_not_continued_by_its_text(stack: Stack, client:
             "messages[0].content[0]",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, "n"),
-        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs"),
-        ({"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 5}}, "logit_bias"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"99999": 5}},
+            "logit_bias",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1": 500}}, "logit_bias"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0].type"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}},
+            "response_format.type",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 300_000}]}, "messages"),
     ],
 )

@@ -77,12 +77,33 @@ BAD = [
     ({"input": "x", "metadata": {"a": "b" * 513}}, "metadata", "invalid_type"),
     ({"input": "x", "stop": [""]}, "stop[0]", "invalid_type"),
     ({"input": "x", "seed": 1 << 64}, "seed", "invalid_type"),
-    ({"input": "x", "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     (
-        {"input": "x", "text": {"format": {"type": "json_object"}}},
-        "text.format",
+        {"input": "x", "tools": [{"type": "function"}]},
+        "tools[0].name",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": "x", "tools": [{"type": "function", "name": "f"}]},
+        "tools",
         "unsupported_parameter",
     ),
+    ({"input": "x", "tool_choice": "required"}, "tool_choice", "invalid_value"),
+    (
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}},
+        "text.format.schema",
+        "invalid_value",
+    ),
+    (
+        {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}},
+        },
+        "text.format.schema",
+        "invalid_value",
+    ),
+    ({"input": "x", "logit_bias": {"x": 1.0}}, "logit_bias", "invalid_value"),
+    ({"input": "x", "logit_bias": {"99999": 1.0}}, "logit_bias", "invalid_value"),
+    ({"input": "x", "presence_penalty": 3.0}, "presence_penalty", "invalid_type"),
     (
         {"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"},
         "previous_response_id",

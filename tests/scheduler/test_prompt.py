@@ -221,7 +221,7 @@ def test_messages_of_items() -> None:
             "content": "",
             "reasoning_content": "add",
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
