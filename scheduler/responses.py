@@ -130,6 +130,30 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
 
 
 async def _frames(backend: Backend, response: str, after: int = -1) -> AsyncGenerator[bytes, None]:
+    """Server-sent events; while nothing comes, how far the response is.
+
+    Such a sign of life is in no log. It repeats the number of the event before it, so that a
+    client that goes on from the last number it saw misses nothing and gets nothing twice.
+    """
+    number = after
     async with contextlib.aclosing(follow(backend, response, after)) as events:
         async for event in events:
-            yield COMMENT if event is None else frame(event)
+            if event is not None:
+                number = event["sequence_number"]
+                yield frame(event)
+            elif number < 0:
+                yield COMMENT
+            else:
+                yield frame(await _alive(backend, response, number))
+
+
+async def _alive(backend: Backend, response: str, number: int) -> dict[str, Any]:
+    made = await _object(backend, response)
+    waits = made["status"] == "queued"
+    done, total = made["tandem"]["prefill"]["done"], made["tandem"]["prefill"]["total"]
+    return {
+        "type": "response.queued" if waits else "response.in_progress",
+        "sequence_number": number,
+        "response": {**made, "output": []},
+        "prefilled_percent": round(100 * done / max(1, total), 1),
+    }

@@ -39,7 +39,10 @@ def test_official_client_submits_in_background_resumes_by_id_and_streams(stack: 
         stream=True,
     )
     events = list(stream)
-    assert [event.sequence_number for event in events] == list(range(len(events)))
+    # Signs of life on a slow machine repeat the number before them.
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(numbers)
+    assert sorted(set(numbers)) == list(range(numbers[-1] + 1))
     assert events[-1].type in ("response.completed", "response.incomplete")
     last = events[-1].response  # type: ignore[union-attr]
     said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
