@@ -38,6 +38,9 @@ class Evictor:
         self._states = states
         self._pins = pins
         self.evicted = 0
+        self.foreign = 0
+        self.fingerprint: bytes | None = None
+        """The model that is served; states of others are of no use and go first."""
 
     def make_room(self, need_pages: int) -> int:
         """Evict until `need_pages` more fit; returns the number of states evicted.
@@ -75,9 +78,10 @@ class Evictor:
         """Drop the least worth of the longest unused, stopping once `target_pages` are live."""
         ranked = sorted(islice(self.ranked(txn, self._states.oldest_first(txn)), _SCAN))
         count = 0
-        for _, _, _, turn in ranked[:STATES_PER_COMMIT]:
+        for _, worth, _, turn in ranked[:STATES_PER_COMMIT]:
             if self._environment.live_pages(txn) <= target_pages:
                 break
+            self.foreign += worth < 0
             self._states.drop(txn, turn)
             count += 1
         return count
@@ -85,13 +89,17 @@ class Evictor:
     def ranked(self, txn: Txn, turns: Iterable[str]) -> Iterator[tuple[bool, float, float, str]]:
         """(has no continuation, worth, last use, turn) of those states of `turns` that may go.
 
-        A state that a later stored state continues goes first: only a branch or a repeated turn
-        would use it again, and its rows stay as long as the later state shares them.
+        States of another model than the one that is served come before all others, then those
+        that a later stored state continues: only a branch or a repeated turn would use them
+        again, and their rows stay as long as the later state shares them.
         """
         now = time.time()
         for turn in turns:
             state = self._states.get(txn, turn)
             if state is None or turn in self._pins or self._is_pinned(txn, state.conversation):
+                continue
+            if self.fingerprint not in (None, state.fingerprint):
+                yield False, -1.0, state.used, turn
                 continue
             leaf = not state.continued
             kind = class_of(state.depth, state.new)

@@ -312,6 +312,10 @@ class Store:
         self.touch(turn_id)
         return reader
 
+    def serve(self, fingerprint: bytes) -> None:
+        """Say which model is served: states of others are evicted first, unless pinned."""
+        self.evictor.fingerprint = fingerprint
+
     def drop_state(self, turn_id: str) -> bool:
         """Forget the state of a turn (its ids and items stay); False if there was none."""
 
@@ -390,6 +394,7 @@ class Store:
             "map_bytes": environment.map_pages * page,
             "live_share": live / environment.map_pages,
             "pending": int(pending),
+            "evicted_of_other_models": self.evictor.foreign,
             "pinned": len(self.pins),
             "written_today_bytes": days.get(time.strftime("%Y-%m-%d", time.gmtime()), 0),
             "written_month_bytes": sum(days.values()),

@@ -71,6 +71,7 @@ def run(config: Config, model_dir: Path) -> int:
         )
         presence = stack.enter_context(Presence(config.redis_url, node))
         model = load_model(model_dir, prepare())
+        store.serve(model.fingerprint)
         tokenizer = load_tokenizer(model_dir)
         log.info("state: %s", model.layout.describe())
         memory = Memory(int(config.store.hot_gb * 1e9))
