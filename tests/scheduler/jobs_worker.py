@@ -60,7 +60,7 @@ class CountingPrefill:
         self.parked: dict[str, int] = {}
 
     def prefill(
-        self, execution: Execution, job: Job, check: Callable[[int], None]
+        self, execution: Execution, job: Job, check: Callable[[int], bool]
     ) -> Callable[[], Mapping[str, Any]]:
         begin = self.parked.pop(str(job.prompt_ids), 0)
         done, stop = begin, job.prompt_tokens - 1
