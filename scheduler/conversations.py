@@ -9,9 +9,10 @@ from fastapi import APIRouter, Path, Query
 
 from scheduler.backend import Backend
 from scheduler.faults import Fault, bad, missing
+from scheduler.lineage import divided
 from scheduler.lookup import Order, conversation_items, find_conversation, page
 from scheduler.record import LIVE
-from scheduler.schema import ConversationUpdate, NewConversation, items_of, media_at
+from scheduler.schema import ConversationUpdate, NewConversation, NewItems, items_of, media_at
 
 ConversationId = Annotated[str, Path(max_length=256)]
 
@@ -76,14 +77,7 @@ def router(backend: Backend) -> APIRouter:
     @routes.delete("/{conversation_id}")
     def delete_conversation(conversation_id: ConversationId) -> dict[str, Any]:
         find_conversation(backend, conversation_id)
-        for job in backend.jobs.list(LIVE, limit=1000):
-            if job.conversation == conversation_id:
-                raise Fault(
-                    409,
-                    f"{job.id} is running on this conversation: wait for it or cancel it first",
-                    code="conversation_busy",
-                    retry=False,
-                )
+        _refuse_busy(backend, conversation_id)
         with backend.store() as store:
             store.delete_conversation(conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
@@ -97,6 +91,39 @@ def router(backend: Backend) -> APIRouter:
     ) -> dict[str, Any]:
         return page(conversation_items(backend, conversation_id), limit, order, after)
 
+    @routes.post("/{conversation_id}/items")
+    def add_items(conversation_id: ConversationId, body: NewItems) -> dict[str, Any]:
+        """Items that the next turn on this conversation begins with."""
+        find_conversation(backend, conversation_id)
+        if (where := media_at(body.items)) is not None:
+            raise bad(f"this model takes text only: leave out {where}", "items")
+        _refuse_busy(backend, conversation_id)
+        items = items_of(body.items)
+        with backend.store() as store:
+            store.update_conversation(conversation_id, add_items=items)
+        return page(items, len(items), "asc", None)
+
+    @routes.delete("/{conversation_id}/items/{item_id}")
+    def delete_item(
+        conversation_id: ConversationId, item_id: Annotated[str, Path(max_length=256)]
+    ) -> dict[str, Any]:
+        """Take back an item that no turn has seen yet."""
+        record = find_conversation(backend, conversation_id)
+        if all(item.get("id") != item_id for item in conversation_items(backend, conversation_id)):
+            raise missing("Item", item_id[:80], "item_id")
+        _refuse_busy(backend, conversation_id)
+        seed, added = divided(record)
+        free = [item.get("id") for item in (seed if record["head"] is None else added)]
+        if item_id not in free:
+            raise bad(
+                "a turn was built on this item, so it stays: branch from an earlier response by "
+                "previous_response_id instead",
+                "item_id",
+            )
+        with backend.store() as store:
+            record = store.update_conversation(conversation_id, remove_item=item_id)
+        return conversation_object(record)
+
     @routes.get("/{conversation_id}/items/{item_id}")
     def retrieve_item(
         conversation_id: ConversationId, item_id: Annotated[str, Path(max_length=256)]
@@ -107,6 +134,17 @@ def router(backend: Backend) -> APIRouter:
         raise missing("Item", item_id[:80], "item_id")
 
     return routes
+
+
+def _refuse_busy(backend: Backend, conversation: str) -> None:
+    for job in backend.jobs.list(LIVE, limit=1000):
+        if job.conversation == conversation:
+            raise Fault(
+                409,
+                f"{job.id} is running on this conversation: wait for it or cancel it first",
+                code="conversation_busy",
+                retry=False,
+            )
 
 
 def conversation_object(record: dict[str, Any]) -> dict[str, Any]:

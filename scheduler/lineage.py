@@ -57,7 +57,15 @@ def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Linea
         raise missing("Conversation", conversation[:80], "conversation")
     if record["head"] is None:
         return Lineage(conversation, items, seed=record["items"])
-    return _after_turn(backend, record["head"], items, record["items"])
+    seed, added = divided(record)
+    return _after_turn(backend, record["head"], [*added, *items], seed)
+
+
+def divided(record: dict[str, Any]) -> tuple[Items, Items]:
+    """A conversation's first items, and those that were added and wait for the next turn."""
+    items: Items = record["items"]
+    first = len(items) - record.get("added", 0)
+    return items[:first], items[first:]
 
 
 def new_conversation() -> str:
@@ -115,7 +123,7 @@ def _after_turn(backend: Backend, turn_id: str, items: Items, seed: Items | None
         path: list[Turn] = store.path_of(turn_id)
         if seed is None:
             first = store.get_conversation(path[0].conversation)
-            seed = first["items"] if first else ()
+            seed = divided(first)[0] if first else ()
     last = path[-1]
     inputs, outputs = split(last.id, last.items)
     before = [item for turn in path[:-1] for item in turn.items]

@@ -10,7 +10,7 @@ from scheduler import events
 from scheduler.backend import Backend
 from scheduler.faults import bad, missing
 from scheduler.items import split
-from scheduler.lineage import is_id
+from scheduler.lineage import divided, is_id
 from scheduler.record import Job, JobNotFound, Status
 from store.turns import Turn
 
@@ -95,12 +95,13 @@ def input_items(backend: Backend, job: Job) -> list[dict[str, Any]]:
 def conversation_items(backend: Backend, conversation: str) -> list[dict[str, Any]]:
     """All items of a conversation up to its newest turn, oldest first. Fault 404."""
     record = find_conversation(backend, conversation)
-    items = list(record["items"])
+    seed, added = divided(record)
+    items = list(seed)
     if record["head"] is not None:
         with backend.store() as store:
             for turn in store.path_of(record["head"]):
                 items += turn.items
-    return items
+    return [*items, *added]
 
 
 def find_conversation(backend: Backend, conversation: str) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def export_conversation(store: Store, ident: str, path: Path) -> dict[str, int]:
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "wb") as file:
             writer = _Writer(file)
-            record["items"] = msgpack.packb(record["items"])
+            # What waits for a turn that never was is no part of what was said.
+            said = len(record["items"]) - record.pop("added", 0)
+            record["items"] = msgpack.packb(record["items"][:said])
             writer.frame(b"C", msgpack.packb(record))
             for turn in turns.values():
                 writer.frame(b"T", msgpack.packb(turn.to_dict()))

@@ -95,19 +95,42 @@ class Conversations:
         return True
 
     def update(self, txn: Txn, ident: str, changes: dict[str, Any]) -> dict[str, Any]:
-        """Change `metadata`, `pinned` or `last_used`. Raises StoreError on anything else."""
+        """Change `metadata`, `pinned` or `last_used`, `add_items` or `remove_item` (an item's id).
+
+        Items that are added after a turn wait for the next one (`added` of them, the last of the
+        conversation's items); those that a turn has seen stay. Raises StoreError on anything else.
+        """
         record = self.get(txn, ident)
         if record is None:
             raise StoreError(f"there is no conversation {ident}")
-        unknown = set(changes) - {"metadata", "pinned", "last_used"}
+        unknown = set(changes) - {"metadata", "pinned", "last_used", "add_items", "remove_item"}
         if unknown:
             raise StoreError(f"a conversation has no field {sorted(unknown)[0]} that can change")
-        if "metadata" in changes:
-            _, items = self.contents(txn, ident)
-            self._put_contents(txn, ident, changes["metadata"], items)
-        record.update({key: value for key, value in changes.items() if key != "metadata"})
+        kept = {"pinned", "last_used"}
+        if set(changes) - kept:
+            metadata, items = self.contents(txn, ident)
+            items = self._changed(record, items, changes)
+            self._put_contents(txn, ident, changes.get("metadata", metadata), items)
+        record.update({key: value for key, value in changes.items() if key in kept})
         self._put(txn, record)
         return record
+
+    def _changed(
+        self, record: dict[str, Any], items: list[dict[str, Any]], changes: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The items after adding and removing; `record` counts those that wait for a turn."""
+        added = record.get("added", 0)
+        new = list(changes.get("add_items", ()))
+        if (name := changes.get("remove_item")) is not None:
+            first = 0 if record["head"] is None else len(items) - added
+            found = [i for i, item in enumerate(items) if i >= first and item.get("id") == name]
+            if not found:
+                raise StoreError(f"no item {name} of this conversation can be removed")
+            items = [item for i, item in enumerate(items) if i != found[0]]
+            added = max(0, added - 1)
+        if record["head"] is not None:
+            record["added"] = added + len(new)
+        return [*items, *new]
 
     def add_turn(self, txn: Txn, turn: Turn) -> None:
         """Enter a new turn; it becomes the head if it continues the head or is the first."""
@@ -117,12 +140,23 @@ class Conversations:
         number = record["turns"]
         record["turns"] = number + 1
         if record["head"] is None or turn.parent == record["head"]:
+            self._take_added(txn, record, turn)
             record["head"] = turn.id
             record["n_tokens"] = turn.total
         record["last_used"] = max(record["last_used"], turn.created)
         self._put(txn, record)
         key = turn.conversation.encode() + b"\0" + number.to_bytes(4, "big")
         txn.put(key, turn.id.encode(), db=self._environment.conv)
+
+    def _take_added(self, txn: Txn, record: dict[str, Any], turn: Turn) -> None:
+        """Items that waited for a turn are that turn's now, if it has them."""
+        if not (added := record.get("added", 0)):
+            return
+        metadata, items = self.contents(txn, record["id"])
+        waiting = [item.get("id") for item in items[-added:]]
+        if [item.get("id") for item in turn.items[:added]] == waiting:
+            record["added"] = 0
+            self._put_contents(txn, record["id"], metadata, items[:-added])
 
     def turn_ids(self, txn: Txn, ident: str) -> list[str]:
         """Ids of all turns of a conversation in the order they were stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -301,3 +302,43 @@ def test_a_response_outlives_its_record_in_redis(stack: Stack, client: OpenAI) -
     assert "".join(e.delta for e in events if e.type.endswith("delta")) == made.output_text
     after = client.responses.create(model="test-model", input="x", previous_response_id=made.id)
     assert after.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_items_are_added_and_taken_back(stack: Stack, client: OpenAI) -> None:
+    conversation = client.conversations.create()
+
+    def say(text: str) -> Any:
+        item: Any = {"type": "message", "role": "user", "content": text}
+        return client.conversations.items.create(conversation.id, items=[item]).data[0]
+
+    def ask(text: str) -> Any:
+        return client.responses.create(model="test-model", input=text, conversation=conversation.id)
+
+    def texts() -> list[str]:
+        items = client.conversations.items.list(conversation.id, order="asc")
+        return [item.content[0].text for item in items]
+
+    say("One.")
+    wrong = say("Wrong.")
+    client.conversations.items.delete(wrong.id, conversation_id=conversation.id)
+    first = ask("Two?")
+    assert "Wrong" not in stack.tokenizer.decode(stack.workers.prompts[first.id])
+    late = say("Three.")
+    gone = say("Gone.")
+    client.conversations.items.delete(gone.id, conversation_id=conversation.id)
+    assert texts() == ["One.", "Two?", first.output_text, "Three."]
+    # A branch does not take what waits for the conversation.
+    client.responses.create(
+        model="test-model", input="x", previous_response_id=first.id, store=False
+    )
+    second = ask("Four?")
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    assert texts() == [
+        "One.", "Two?", first.output_text, "Three.", "Four?", second.output_text
+    ]  # fmt: skip
+    prompt = stack.tokenizer.decode(stack.workers.prompts[second.id])
+    assert prompt.index("Three.") < prompt.index("Four?")
+    with pytest.raises(openai.BadRequestError, match="stays"):
+        client.conversations.items.delete(late.id, conversation_id=conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.delete("msg_x", conversation_id=conversation.id)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_states import conversation_id, make_turn
 
 from store.errors import StoreError
 from store.store import Store
+from store.turns import Turn
 
 
 @pytest.fixture
@@ -132,6 +134,28 @@ def test_conversation_record_changes(store: Store) -> None:
     assert changed["items"] == items
     with pytest.raises(StoreError, match="no field head"):
         store.update_conversation("conv_a", head="resp_x")
+
+
+def test_added_items_wait_for_the_turn_that_takes_them(store: Store) -> None:
+    store.create_conversation("conv_a", items=[{"id": "a"}, {"id": "b"}])
+    store.update_conversation("conv_a", remove_item="b")
+    store.update_conversation("conv_a", add_items=[{"id": "c"}], metadata={"k": "v"})
+    store.put_turn(Turn(id="resp_1", conversation="conv_a", prompt_ids=[1], output_ids=[2]))
+    record = store.update_conversation("conv_a", add_items=[{"id": "d"}, {"id": "e"}])
+    assert ([i["id"] for i in record["items"]], record["added"]) == (["a", "c", "d", "e"], 2)
+    with pytest.raises(StoreError, match="can be removed"):
+        store.update_conversation("conv_a", remove_item="a")
+    assert store.update_conversation("conv_a", remove_item="e")["added"] == 1
+    rest: Any = {"conversation": "conv_a", "prompt_ids": [3], "output_ids": [4]}
+    store.put_turn(Turn(id="resp_2", parent="resp_1", items=[{"id": "x"}], **rest))
+    record = store.get_conversation("conv_a")
+    assert record is not None
+    assert record["added"] == 1  # that turn did not take it
+    store.put_turn(Turn(id="resp_3", parent="resp_2", items=[{"id": "d"}], **rest))
+    record = store.get_conversation("conv_a")
+    assert record is not None
+    assert ([item["id"] for item in record["items"]], record["added"]) == (["a", "c"], 0)
+    assert record["metadata"] == {"k": "v"}
 
 
 def test_delete_removes_everything(store: Store) -> None:
