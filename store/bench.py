@@ -96,7 +96,7 @@ def measure(work: Path, tokens: int, rounds: int) -> dict[str, Any]:
         sides: dict[str, Callable[[int], Any]] = {
             "save": lambda number: _save(store, number, ids, rows, snapshot),
             "raw": lambda number: _raw(work / f"raw{number}", [*rows, snapshot]),
-            "gather": lambda number: _gather(layout, rows, snapshot, tokens),
+            "gather": lambda number: _gather(rows, snapshot, tokens),
             "restore": lambda number: _restore(store, number, layout, blank.pop()),
             "apc": lambda number: others.apc(),
             "safetensors": lambda number: others.safetensors(),
@@ -179,34 +179,34 @@ def _restore(store: Store, number: int, layout: Any, blank: list[Any]) -> Any:
     return restored
 
 
-def _gather(layout: Any, rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
-    """Copy every leaf of every block to its place in arrays of the final shape, by one thread."""
-    import mlx.core as mx
+def _gather(rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
+    """Copy every leaf of every block to its place in arrays of the final shape, by one thread.
+
+    Into memory that is not cleared first, taken as the restore takes it.
+    """
     import numpy as np
 
+    from store.codec import memory
     from store.codec.header import offsets_of
 
-    targets: dict[Any, np.ndarray[Any, Any]] = {}
-    made = []
-    filled: dict[Any, int] = {}
+    first = rows[0].header
+    blocks = -(-tokens // (first.stop - first.start)) + 1
+    sizes = [leaf.nbytes * blocks for leaf in first.leaves]
+    *made, last = memory.allocate(*sizes, snapshot.header.nbytes)
+    keys = [(leaf.path, leaf.name) for leaf in first.leaves]
+    targets = {key: memory.view(array) for key, array in zip(keys, made, strict=True)}
+    filled = dict.fromkeys(keys, 0)
     for piece in rows:
         payload = np.frombuffer(piece.payload, np.uint8)
         header = piece.header
         for leaf, offset in zip(header.leaves, offsets_of(header.leaves), strict=True):
             key = (leaf.path, leaf.name)
-            if key not in targets:
-                room = leaf.nbytes * (-(-tokens // (header.stop - header.start)) + 1)
-                array = mx.zeros(room, mx.uint8)
-                mx.eval(array)
-                made.append(array)
-                targets[key], filled[key] = np.asarray(array), 0
             at = filled[key]
             targets[key][at : at + leaf.nbytes] = payload[offset : offset + leaf.nbytes]
             filled[key] = at + leaf.nbytes
-    array = mx.zeros(snapshot.header.nbytes, mx.uint8)
-    mx.eval(array)
-    np.copyto(np.asarray(array), np.frombuffer(snapshot.payload, np.uint8))
-    return [*made, array]
+    size = snapshot.header.nbytes
+    np.copyto(memory.view(last)[:size], np.frombuffer(snapshot.payload, np.uint8))
+    return [*made, last]
 
 
 def _delta(store: Store, number: int, caches: list[Any], tokens: int) -> float:
