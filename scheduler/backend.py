@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from scheduler.config import Config
 from scheduler.faults import Fault, unavailable
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Nodes
-from scheduler.record import Job
+from scheduler.record import Job, JobNotFound
 from scheduler.redis_client import AWAY, connect, connect_async
 from scheduler.stream import EventHub
 from scheduler.threads import Threads
@@ -109,11 +110,7 @@ class Backend:
         Token ids that later turns build on stay with those turns' conversation; the response
         itself can no longer be retrieved or continued.
         """
-        pipe = self.redis.pipeline()
-        pipe.set(f"tandem:deleted:{job.id}", 1)
-        pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
-        pipe.zrem(f"tandem:jobs:{job.status}", job.id)
-        pipe.execute()
+        self._forget(job)
         about = (job.request.get("params") or {}).get("about") or {}
         if not job.conversation or not about.get("new_conversation"):
             return
@@ -121,6 +118,22 @@ class Backend:
             record = store.get_conversation(job.conversation)
             if record is not None and record["head"] == job.id and record["turns"] == 1:
                 store.delete_conversation(job.conversation)
+
+    def delete_conversation(self, conversation: str) -> None:
+        """Delete a conversation with everything said in it; Fault 503 without the store."""
+        with self.store() as store:
+            turns = store.conversation_turns(conversation)
+            store.delete_conversation(conversation)
+        for turn in turns:
+            with contextlib.suppress(JobNotFound):
+                self._forget(self.jobs.get(turn))
+
+    def _forget(self, job: Job) -> None:
+        pipe = self.redis.pipeline()
+        pipe.set(f"tandem:deleted:{job.id}", 1)
+        pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
+        pipe.zrem(f"tandem:jobs:{job.status}", job.id)
+        pipe.execute()
 
     def health(self) -> dict[str, Any]:
         """What of the stack answers, and which nodes are ready; never raises."""

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scheduler import watch
+from scheduler import data_dir, watch
 from scheduler.client import Client, ClientError
 from scheduler.config import RESOLVED, ConfigError, load
 
@@ -87,7 +87,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     serve.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    serve.add_argument("--data", type=Path, metavar="DIR", help="data directory")
+    serve.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
     serve.add_argument("--model", metavar="NAME", help="model: a name, hub name or directory")
     serve.add_argument("--host", help="address to listen on (127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (8420)")
@@ -110,7 +110,7 @@ def client_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of every command that speaks to the API."""
     parser.add_argument("--url", help="the API (TANDEM_URL, or the configuration's address)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="data directory")
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -78,8 +78,7 @@ def router(backend: Backend) -> APIRouter:
     def delete_conversation(conversation_id: ConversationId) -> dict[str, Any]:
         find_conversation(backend, conversation_id)
         _refuse_busy(backend, conversation_id)
-        with backend.store() as store:
-            store.delete_conversation(conversation_id)
+        backend.delete_conversation(conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @routes.get("/{conversation_id}/items")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import os
 import stat
@@ -103,3 +104,13 @@ def _unusable(path: Path, error: OSError) -> str:
         f"directory {path} cannot be used: {error.strerror or error}: "
         "make it writable, or choose another with --data"
     )
+
+
+def directory(text: str) -> Path:
+    """A directory named on the command line; an empty name would mean the current one.
+
+    Raises argparse.ArgumentTypeError.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty name is no directory")
+    return Path(text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import selectors
 import signal
 import socket
@@ -27,6 +28,8 @@ from scheduler import lifeline
 log = logging.getLogger("tandem.supervisor")
 
 CONFIGURATION = 78  # EX_CONFIG of sysexits.h
+# When and who, before what a worker's log line says.
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [\w.]+ ")
 _MAX_LOG = 16 << 20
 _FIRST_DELAY, _LAST_DELAY, _STABLE = 0.5, 30.0, 60.0
 #: Seconds after the drain for a worker to write the states that only its memory holds.
@@ -72,7 +75,7 @@ class Service:
         except OSError:
             return ""
         lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+        return _STAMP.sub("", lines[-1].strip()) if lines else ""
 
 
 class Supervisor:

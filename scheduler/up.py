@@ -58,7 +58,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every role understands."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="data directory")
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
     parser.add_argument("--model", metavar="NAME", help="model: a name, hub name or directory")
 
 

@@ -61,6 +61,12 @@ def test_data_directory_not_writable(tmp_path: Path, model_dir: Path) -> None:
     assert "--data" in one_line(done)
 
 
+def test_data_directory_without_a_name(model_dir: Path) -> None:
+    done = tandem("up", "--data", "", "--model", str(model_dir))
+    assert done.returncode == 2
+    assert "--data" in done.stderr
+
+
 def test_data_directory_used_by_another_tandem(stack: Running) -> None:
     done = tandem("up", "--data", str(stack.config.data_dir),
                   "--model", str(stack.config.model_dir), "--port", str(free_port()))  # fmt: skip

@@ -245,6 +245,9 @@ def test_conversations(stack: Stack, client: OpenAI) -> None:
     assert client.conversations.delete(conversation.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.conversations.retrieve(conversation.id)
+    for gone in (one, two, branch):  # with everything said in it
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="test-model", input="x", conversation=conversation.id)
 

@@ -297,3 +297,9 @@ def test_a_long_log_is_turned_over_at_the_next_start(
     eventually(lambda: "up" in log_file.read_text(), "it does not start")
     assert "x" not in log_file.read_text().split("up")[0]
     assert (tmp_path / "idle.log.1").read_text() == "x" * 101
+
+
+def test_a_log_line_is_told_without_its_stamp(tmp_path: Path) -> None:
+    log_file = tmp_path / "x.log"
+    log_file.write_text("2026-11-29 21:02:33,123 tandem.decode the model is incomplete\n")
+    assert Service("x", [], log_file).last_line() == "the model is incomplete"
