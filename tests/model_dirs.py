@@ -10,14 +10,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scheduler"))
 from api_kit import make_model_dir
 
 
-def make_tiny_model(path: Path, *, seed: int = 5, family: str = "chatml") -> Path:
-    """Write a llama of four layers with a context of 4,096 tokens; returns `path`."""
+def make_tiny_model(
+    path: Path, *, seed: int = 5, family: str = "chatml", context: int = 4096
+) -> Path:
+    """Write a llama of four layers with a context of `context` tokens; returns `path`."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.models.llama.config import ModelConfig
     from mlx_vlm.models.llama.language import LanguageModel
 
-    make_model_dir(path, family)
+    make_model_dir(path, family, context=context)
     file = path / "config.json"
     config = {
         **json.loads(file.read_text()),
