@@ -6,6 +6,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,11 @@ from scheduler.data_dir import Claim
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return Config(data_dir=tmp_path / "data")
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    # pytest's own directories may be too long for a socket's name.
+    with tempfile.TemporaryDirectory(prefix="d-") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        yield Config(data_dir=tmp_path / "data")
 
 
 def mode(path: Path) -> int:
