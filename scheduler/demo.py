@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     directory = Path(tempfile.mkdtemp(prefix="tandem-demo-", dir=base))
     console.print(f"private stack in {directory}")
     demo: Demo | None = None
+    # The death that the supervisor would report is part of the show.
+    logging.getLogger("tandem.supervisor").setLevel(logging.ERROR)
     _end_like_ctrl_c()
     try:
         config = fetch_model(demo_config(user, directory), Console(stderr=True))
