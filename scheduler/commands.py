@@ -17,9 +17,7 @@ from rich.table import Table
 from scheduler import data_dir, watch
 from scheduler.client import Client, ClientError
 from scheduler.config import RESOLVED, ConfigError, load
-
-CONFIGURATION = 78
-"""Exit status (EX_CONFIG) that tells the supervisor not to start this process again."""
+from scheduler.supervisor import CONFIGURATION
 
 _SUBMIT = """\
 Submit the text of a file (or of standard input) and show the answer as it comes. The job stays

@@ -185,22 +185,6 @@ def _job(
     }
 
 
-def _held(backend: Backend, lineage: Lineage, prompt: Prompt) -> int:
-    """How many tokens of the prompt a state is expected to cover."""
-    if lineage.parent is None or lineage.previous is None:
-        return 0
-    most = len(prompt.ids) - 1
-    # A state ends before its pending token, and is of use only if nothing of it has changed.
-    state = len(lineage.parent.ids) - 1
-    if prompt.shared >= state:
-        return min(state, most)
-    with backend.store() as store:
-        nearest = store.find_state(lineage.previous, nearest=True)
-    if nearest is None or nearest["tokens"] > min(prompt.shared, most):
-        return 0
-    return int(nearest["tokens"])
-
-
 def _submit(backend: Backend, job: NewJob) -> Accepted:
     try:
         return backend.jobs.accept(job)

@@ -27,7 +27,8 @@ from scheduler import lifeline
 
 log = logging.getLogger("tandem.supervisor")
 
-CONFIGURATION = 78  # EX_CONFIG of sysexits.h
+CONFIGURATION = 78
+"""Exit status (EX_CONFIG of sysexits.h) of a process that a restart would not help."""
 # When and who, before what a worker's log line says.
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [\w.]+ ")
 _MAX_LOG = 16 << 20
