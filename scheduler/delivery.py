@@ -13,12 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from scheduler import events
-from scheduler.backend import Backend
-from scheduler.faults import Fault
-from scheduler.lookup import find_job
+from scheduler.api.backend import Backend
+from scheduler.api.faults import Fault
+from scheduler.api.lookup import find_job
+from scheduler.api.stream import LogLost, gone
+from scheduler.api.view import EventView, replayed
 from scheduler.record import JobError
-from scheduler.stream import LogLost, gone
-from scheduler.view import EventView, replayed
 
 log = logging.getLogger("tandem.api")
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +16,38 @@ from engine.device import prepare
 from scheduler.redis_client import connect
 
 prepare()
+
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
+
+
+def pytest_configure() -> None:
+    # Once, before xdist starts its workers: they must choose the same tests, also at midnight.
+    os.environ.setdefault("TANDEM_SEED", str(int(time.time()) // 86_400))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take of each family marked `rotate(days)` those whose day it is; `make soak` takes all.
+
+    A family is one test function; its parameters are spread evenly over the days, so that after
+    `days` days each has run. `TANDEM_SEED` is the number of the day.
+    """
+    if SOAK:
+        return
+    day = int(os.environ["TANDEM_SEED"])
+    seen: dict[str, int] = defaultdict(int)
+    kept, left = [], []
+    for item in items:
+        marker = item.get_closest_marker("rotate")
+        if marker is None:
+            kept.append(item)
+            continue
+        family = item.nodeid.partition("[")[0]
+        place = seen[family] + zlib.crc32(family.encode())
+        seen[family] += 1
+        (left if (place + day) % marker.args[0] else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(scope="session")

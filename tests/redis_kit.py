@@ -14,8 +14,8 @@ from typing import Any
 import redis
 from redis.exceptions import RedisError
 
+from scheduler.host.redis_server import find
 from scheduler.redis_client import connect
-from scheduler.redis_server import find
 
 
 class Server:

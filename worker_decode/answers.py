@@ -8,8 +8,8 @@ from typing import Any
 from engine.decode import Event
 from engine.grammar import Grammar, Vocabulary
 from engine.sampling import SamplingParams
+from scheduler.api.output import Output
 from scheduler.execution import Execution
-from scheduler.output import Output
 from scheduler.record import Job
 from worker_decode.reader import Reader, logprobs_of
 from worker_decode.starts import Start

@@ -17,11 +17,11 @@ from engine.model import load as load_model
 from engine.text import load_tokenizer
 from scheduler.config import Config, is_loopback
 from scheduler.decode_loop import DecodeLoop
+from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Presence
 from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
-from scheduler.role import run_role
 from store.codec.header import CodecError
 from store.errors import StoreDamaged, StoreError
 from store.quotas import Limits

@@ -8,7 +8,7 @@ from typing import Any
 from engine.decode import Event
 from engine.parts import Part, Parts
 from engine.text import REPLACEMENT, TextStream
-from scheduler.output import Piece
+from scheduler.api.output import Piece
 from scheduler.record import Job
 
 _TAIL = 16  # tokens at the prompt's end that may hold the mark that opens thinking

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from engine.device import prepare
-from scheduler import lifeline
+from scheduler.host import lifeline
 
 if __name__ == "__main__":
     lifeline.watch()

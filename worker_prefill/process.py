@@ -13,11 +13,11 @@ from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from scheduler.config import Config
+from scheduler.host.role import run_role
 from scheduler.nodes import Node, Nodes, Presence
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.queue import prefill_queue
 from scheduler.redis_client import connect
-from scheduler.role import run_role
 from store.codec.header import CodecError
 from transport.capability import choose
 from transport.epochs import Epochs

@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 
+from scheduler.command.demo_run import leading
 from scheduler.config import Config
-from scheduler.demo_run import leading
-from scheduler.stack import Stack, free_port
+from scheduler.host.stack import Stack, free_port
 from store.rpc import StoreClient
 
 #: A safety net, not a measure: nothing here takes so long.

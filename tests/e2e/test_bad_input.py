@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stack_kit import Running
 
-from scheduler.stack import free_port
+from scheduler.host.stack import free_port
 
 
 def tandem(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

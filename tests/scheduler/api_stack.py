@@ -15,16 +15,16 @@ import uvicorn
 from api_kit import make_model_dir
 from openai import OpenAI
 
-from scheduler import items
-from scheduler.api import create_app
+from scheduler.api import items
+from scheduler.api.app import create_app
+from scheduler.api.output import Output, Piece
+from scheduler.api.tokenizer import Tokenizer
 from scheduler.config import Config
 from scheduler.nodes import Node, Presence
-from scheduler.output import Output, Piece
 from scheduler.record import Job, Result
 from scheduler.redis_client import connect
 from scheduler.runs import Runs
 from scheduler.serializer import pack
-from scheduler.tokenizer import Tokenizer
 from store.rpc import serve
 from store.store import Store
 from store.turns import Turn

@@ -16,8 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos_points import Points, write_pid
 
-from scheduler import api, stack
+from scheduler.api import app as api
 from scheduler.config import Config, load
+from scheduler.host import stack
 from scheduler.jobs import Jobs
 from scheduler.record import Accepted, NewJob
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler import lifeline
 from scheduler.config import JobsConfig
 from scheduler.decode_loop import DecodeLoop
 from scheduler.execution import Execution, Finished
+from scheduler.host import lifeline
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.record import Job, Result
 from scheduler.runs import Cancelled, Preempted, Runs, SendBack

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from api_stack import Stack
 
-from scheduler import stream
+from scheduler.api import stream
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from api_stack import Stack
 from jobs_kit import eventually
 from openai import OpenAI
 
+from scheduler.api.threads import same_answer
 from scheduler.jobs import Jobs
-from scheduler.threads import same_answer
 
 
 @pytest.fixture

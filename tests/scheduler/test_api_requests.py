@@ -18,7 +18,7 @@ import pytest
 from api_stack import Stack
 from jobs_kit import Server, eventually
 
-from scheduler.api import create_app
+from scheduler.api.app import create_app
 from scheduler.config import Config, ConfigError
 from scheduler.jobs import Jobs
 from scheduler.record import LIVE
@@ -418,7 +418,7 @@ def test_never_open_to_others_without_a_token(tmp_path: Path) -> None:
 
 def test_importing_the_api_never_loads_mlx() -> None:
     code = (
-        "import sys, scheduler.api, scheduler.commands, scheduler.cli\n"
+        "import sys, scheduler.api.app, scheduler.command.jobs, scheduler.cli\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_vlm', 'engine')])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

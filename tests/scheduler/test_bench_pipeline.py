@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.bench_pipeline import run
+from scheduler.bench.pipeline import run
 
 
 def test_the_benchmark_measures_what_it_says() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.bench_queue import run
+from scheduler.bench.queue import run
 
 
 def test_the_benchmark_measures_every_path() -> None:

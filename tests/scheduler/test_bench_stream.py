@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from scheduler import bench_stream
+from scheduler.bench import stream as bench_stream
 from scheduler.record import JobError
 
 

@@ -21,15 +21,15 @@ from api_kit import make_model_dir
 from chaos_kit import Client, Plan, Thaw, keep_redis, keep_stack, keep_worker, plans
 from jobs_kit import Server, answer, answer_token, assert_idle, eventually, new_job, oracle
 
-from scheduler import data_dir
+from scheduler.api.prompt import build
+from scheduler.api.schema import items_of
+from scheduler.api.tokenizer import Tokenizer
 from scheduler.config import Config
+from scheduler.host import data_dir
+from scheduler.host.stack import free_port
 from scheduler.jobs import Jobs
-from scheduler.prompt import build
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
-from scheduler.schema import items_of
-from scheduler.stack import free_port
-from scheduler.tokenizer import Tokenizer
 from store.rpc import serve
 from store.store import Store
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import data_dir
 from scheduler.config import Config, ConfigError, load
-from scheduler.data_dir import Claim
+from scheduler.host import data_dir
+from scheduler.host.data_dir import Claim
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_sockets_whose_path_is_too_long(
 
 def test_one_stack_at_a_time(config: Config) -> None:
     script = (
-        "import sys; from pathlib import Path; from scheduler.data_dir import Claim\n"
+        "import sys; from pathlib import Path; from scheduler.host.data_dir import Claim\n"
         "Claim(Path(sys.argv[1])); print('mine', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import lifeline
+from scheduler.host import lifeline
 
 CHILD = """
 import signal, sys, time
-from scheduler import lifeline
+from scheduler.host import lifeline
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print(lifeline.watch(), lifeline.watch(), flush=True)
 while True:
@@ -86,7 +86,7 @@ def test_a_parents_sudden_death(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 3), (signal.SIGINT, 4)])
 def test_signals_are_passed_on_to_a_program(number: int, status: int) -> None:
-    with spawn(["-m", "scheduler.lifeline", sys.executable, "-c", PROGRAM], None) as keeper:
+    with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", PROGRAM], None) as keeper:
         assert first_line(keeper) == "running"
         keeper.send_signal(number)
         assert keeper.wait(30) == status
@@ -94,7 +94,7 @@ def test_signals_are_passed_on_to_a_program(number: int, status: int) -> None:
 
 def test_a_program_ends_with_the_pipe() -> None:
     reading, writing = os.pipe()
-    command = ["-m", "scheduler.lifeline", sys.executable, "-c", PROGRAM]
+    command = ["-m", "scheduler.host.lifeline", sys.executable, "-c", PROGRAM]
     with spawn(command, reading) as keeper:
         os.close(reading)
         assert first_line(keeper) == "running"
@@ -107,7 +107,7 @@ def test_a_program_ends_with_the_pipe() -> None:
     [("import sys; sys.exit(5)", 5), ("import os; os.kill(os.getpid(), 9)", 137)],
 )
 def test_the_programs_status_is_the_keepers(script: str, status: int) -> None:
-    with spawn(["-m", "scheduler.lifeline", sys.executable, "-c", script], None) as keeper:
+    with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", script], None) as keeper:
         assert keeper.wait(30) == status
 
 
@@ -116,7 +116,7 @@ def test_a_program_sees_nothing_of_the_lifeline() -> None:
     show = f"import os; print(os.environ.get({lifeline.VARIABLE!r}), len(os.listdir('/dev/fd')))"
     with spawn(["-c", show], None) as plain:
         expected = first_line(plain)
-    with spawn(["-m", "scheduler.lifeline", sys.executable, "-c", show], reading) as keeper:
+    with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", show], reading) as keeper:
         assert first_line(keeper) == expected
         assert keeper.wait(30) == 0
     os.close(reading)
@@ -127,7 +127,7 @@ def test_a_signal_before_the_program_runs_reaches_it() -> None:
     """SIGTERM while the keeper is inside Popen: neither it nor the program may be left over."""
     script = (
         "import os, signal, subprocess, sys\n"
-        "from scheduler import lifeline\n"
+        "from scheduler.host import lifeline\n"
         "class Popen(subprocess.Popen):\n"
         "    def __init__(self, *a, **k):\n"
         "        super().__init__(*a, **k)\n"

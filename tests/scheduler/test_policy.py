@@ -10,7 +10,8 @@ import pytest
 import redis
 from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
 
-from scheduler import bench_waiting, policy, scripts
+from scheduler import policy, scripts
+from scheduler.bench import waiting as bench_waiting
 from scheduler.config import JobsConfig
 from scheduler.jobs import Jobs
 from scheduler.runs import Runs

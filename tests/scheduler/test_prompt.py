@@ -12,8 +12,8 @@ from api_kit import FAMILIES, SPECIAL, STOP, make_model_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.prompt import Parent, Prompt, build, common_prefix, is_empty, messages_of
-from scheduler.tokenizer import TemplateError, Tokenizer, TokenizerError
+from scheduler.api.prompt import Parent, Prompt, build, common_prefix, is_empty, messages_of
+from scheduler.api.tokenizer import TemplateError, Tokenizer, TokenizerError
 
 Items = list[dict[str, object]]
 
@@ -274,7 +274,7 @@ def test_the_tokenizer_never_loads_mlx(tmp_path: Path) -> None:
     path = make_model_dir(tmp_path / "m")
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from scheduler.tokenizer import Tokenizer\n"
+        "from scheduler.api.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(Path(sys.argv[1])); t.encode_text('x')\n"
         "print(json.dumps([m for m in sys.modules if m.split('.')[0].startswith('mlx')]))"
     )

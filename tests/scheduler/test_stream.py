@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_kit import Server
 
-from scheduler import stream
+from scheduler.api import stream
+from scheduler.api.stream import EventHub, LogLost, frame
 from scheduler.events import key
 from scheduler.redis_client import connect, connect_async
 from scheduler.serializer import pack
-from scheduler.stream import EventHub, LogLost, frame
 
 NAME = "resp_" + "a" * 32
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from redis_kit import eventually
 
-from scheduler import supervisor as module
-from scheduler.supervisor import CONFIGURATION, Service, StackFailed, Supervisor
+from scheduler.host import supervisor as module
+from scheduler.host.supervisor import CONFIGURATION, Service, StackFailed, Supervisor
 
 IDLE = """
 import os, signal, sys
-from scheduler import lifeline
+from scheduler.host import lifeline
 lifeline.watch()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("up", os.getpid(), flush=True)
@@ -29,7 +29,7 @@ while True:
 """
 STUBBORN = """
 import os, signal
-from scheduler import lifeline
+from scheduler.host import lifeline
 signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
 print("up", os.getpid(), flush=True)
 while True:
@@ -194,7 +194,7 @@ class Remote:
     def __init__(self, path: Path, scripts: dict[str, str], drain: float = 600.0) -> None:
         code = (
             "import json, os, sys\nfrom pathlib import Path\n"
-            "from scheduler.supervisor import Service, Supervisor\n"
+            "from scheduler.host.supervisor import Service, Supervisor\n"
             "spec = json.loads(sys.argv[1])\n"
             "s = Supervisor(os.environ, spec['drain'])\ns.install_signals()\n"
             "for name, script in spec['scripts'].items():\n"

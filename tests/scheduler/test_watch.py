@@ -10,8 +10,8 @@ import pytest
 from api_stack import Stack
 from rich.console import Console
 
-from scheduler.client import Client
-from scheduler.watch import follow, note, summary
+from scheduler.command.client import Client
+from scheduler.command.watch import follow, note, summary
 
 
 def facts(stage: str, **more: Any) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from model_dirs import make_tiny_model
 from engine.device import prepare
 from engine.model import Model, load
 from engine.text import load_tokenizer
-from scheduler.items import split
-from scheduler.prompt import Parent, build
-from scheduler.tokenizer import Tokenizer
+from scheduler.api.items import split
+from scheduler.api.prompt import Parent, build
+from scheduler.api.tokenizer import Tokenizer
 
 SESSIONS = sorted((Path(__file__).parent.parent / "data" / "miniswe").glob("*.jsonl"))
 TOKENS = 6

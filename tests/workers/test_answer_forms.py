@@ -16,11 +16,11 @@ from model_dirs import make_tiny_model
 from engine.device import prepare
 from engine.model import Model, load
 from engine.text import load_tokenizer
-from scheduler.prompt import Parent, build
+from scheduler.api.prompt import Parent, build
+from scheduler.api.schema import ResponseRequest
+from scheduler.api.shaping import Shaping, shape
+from scheduler.api.tokenizer import Tokenizer
 from scheduler.record import Job
-from scheduler.schema import ResponseRequest
-from scheduler.shaping import Shaping, shape
-from scheduler.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -1,0 +1,1 @@
+"""What clients speak: the HTTP API and the dashboard behind it."""

@@ -1,0 +1,137 @@
+"""The API process: one FastAPI application over the jobs, the store and the event logs."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, RedirectResponse
+from redis.exceptions import RedisError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from scheduler.api import chat, conversations, faults, messages, models, responses
+from scheduler.api.backend import Backend
+from scheduler.api.dashboard import Dashboard
+from scheduler.api.gate import Gate
+from scheduler.config import Config, ConfigError, is_loopback
+from scheduler.host import lifeline
+from scheduler.redis_client import AWAY
+
+log = logging.getLogger("tandem.api")
+
+VERSION = "0.1.0"
+
+
+def create_app(config: Config) -> FastAPI:
+    """The application for `config`, whose model_dir must be set. Loads the tokenizer.
+
+    Raises TokenizerError, and ConfigError where it would be open to others without a token.
+    """
+    if not config.api.token and not is_loopback(config.api.host):
+        raise ConfigError(
+            f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
+            "empty: set api.token, or listen on 127.0.0.1"
+        )
+    backend = Backend(config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        backend.hub.start()
+        yield
+        await backend.close()
+
+    app = FastAPI(
+        title="Tandem",
+        version=VERSION,
+        description="Responses that resume by ID, on two machines.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.backend = backend
+    app.add_middleware(Gate, config=config)
+    app.add_exception_handler(faults.Fault, faults.on_fault)
+    app.add_exception_handler(RequestValidationError, faults.on_validation)
+    app.add_exception_handler(HTTPException, faults.on_http)
+    app.add_exception_handler(RedisError, _on_redis)
+    app.add_exception_handler(Exception, faults.on_crash)
+    for room in (responses, conversations, chat, messages, models):
+        app.include_router(room.router(backend))
+    _add_health(app, backend)
+    app.mount("/rq", Dashboard(config.redis_url, backend.redis))
+    return app
+
+
+def _add_health(app: FastAPI, backend: Backend) -> None:
+    @app.get("/health", tags=["health"])
+    def health() -> dict[str, bool]:
+        """This process lives and answers; says nothing about the others."""
+        return {"ok": True}
+
+    @app.get("/ready", tags=["health"])
+    def ready() -> JSONResponse:
+        """200 when a request would be served now: Redis, the store and both workers are there."""
+        facts = backend.health()
+        return JSONResponse(facts, 200 if facts["ready"] else 503)
+
+    @app.get("/", include_in_schema=False)
+    def root() -> RedirectResponse:
+        return RedirectResponse("/rq/")
+
+
+async def _on_redis(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, AWAY):
+        fault = faults.unavailable("Redis", "check that it runs; try again shortly")
+        return fault.response(request.url.path)
+    log.error("Redis refused a command: %s", error)
+    return await faults.on_crash(request, error)
+
+
+def serve(config: Config) -> int:
+    """Run the API in this process until it is told to stop; returns its exit status.
+
+    Raises ConfigError where it cannot listen, TokenizerError where the model's files are wrong.
+    """
+    app = create_app(config)
+    listener = _listen(config)
+    lifeline.watch()
+    log.info("the API listens on %s", config.api_url)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=5,
+        )
+    )
+    # uvicorn raises the signal that stopped it once more when it is done; a clean stop is no crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
+    return 0
+
+
+def _listen(config: Config) -> socket.socket:
+    """The listening socket, taken before anything else is started."""
+    host, port = config.api.host, config.api.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}): stop what uses it, or "
+            "choose another port with --port"
+        ) from None
+    return listener

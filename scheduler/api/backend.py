@@ -1,0 +1,159 @@
+"""What the API's routes work with: the jobs, the decode node's store, the tokenizer, the events."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from scheduler import events
+from scheduler.api.faults import Fault, unavailable
+from scheduler.api.stream import EventHub
+from scheduler.api.threads import Threads
+from scheduler.api.tokenizer import Tokenizer
+from scheduler.config import Config
+from scheduler.jobs import Jobs
+from scheduler.nodes import Node, Nodes
+from scheduler.record import Job, JobNotFound
+from scheduler.redis_client import AWAY, connect, connect_async
+from store.errors import StoreError, StoreUnavailable
+from store.rpc import StoreClient
+
+PATIENCE = 3.0
+"""Seconds that a request waits for Redis before it is told to come back later."""
+STORE_TIMEOUT = 10.0
+_NODES_FOR = 1.0
+
+
+class Backend:
+    """Connections and caches of one API process. Thread-safe, but for `hub`."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the tokenizer; connects to nothing yet. Raises TokenizerError."""
+        assert config.model_dir is not None, "the model's files must be found first"
+        self.config = config
+        self.model_dir: Path = config.model_dir
+        self.tokenizer = Tokenizer.load(self.model_dir)
+        self.redis = connect(config.redis_url, patience=PATIENCE)
+        self.jobs = Jobs(self.redis, config.jobs)
+        self.nodes = Nodes(self.redis)
+        days = config.jobs.result_days
+        self.threads = Threads(self.redis, config.model_name, days * 86_400)
+        self.async_redis = connect_async(config.redis_url, patience=PATIENCE)
+        self.hub = EventHub(self.async_redis)
+        self.started = int(time.time())
+        self._store = StoreClient(config.store_socket, STORE_TIMEOUT)
+        self._nodes: tuple[float, list[Node]] = (0.0, [])
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.hub.stop()
+        await self.async_redis.aclose()
+        self._store.close()
+        self.redis.close()
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether `name` stands for the served model."""
+        config = self.config
+        names = {config.model_name, config.model, self.model_dir.name, "default", "tandem"}
+        return name in names or any(fnmatchcase(name, alias) for alias in config.api.aliases)
+
+    def model(self, name: str | None) -> str:
+        """The served model's name; Fault 404 where `name` is another's."""
+        if name is not None and not self._is_ours(name):
+            raise Fault(
+                404,
+                f"model '{name[:80]}' is not served here: use '{self.config.model_name}', or let "
+                "it stand for that by api.aliases",
+                code="model_not_found",
+                param="model",
+            )
+        return self.config.model_name
+
+    @contextmanager
+    def store(self) -> Iterator[StoreClient]:
+        """The store of the conversations' decode node. Fault 503 where it cannot be reached."""
+        try:
+            yield self._store
+        except StoreUnavailable as error:
+            raise unavailable(
+                "the decode node's store", "its worker is starting or down; try again shortly"
+            ) from error
+
+    def decode_node(self) -> str:
+        """Name of the decode node that new conversations go to."""
+        ready = [n for n in self.present() if n.role == "decode" and n.state == "ready"]
+        names = sorted(node.name for node in ready)
+        return self.config.node if self.config.node in names or not names else names[0]
+
+    def present(self) -> list[Node]:
+        """The nodes that are registered now, at most a second old."""
+        at, nodes = self._nodes
+        if time.monotonic() - at > _NODES_FOR:
+            nodes = self.nodes.list()
+            self._nodes = (time.monotonic(), nodes)
+        return nodes
+
+    def deleted(self, response: str) -> bool:
+        """Whether a client has deleted this response."""
+        return bool(self.redis.exists(f"tandem:deleted:{response}"))
+
+    def delete(self, job: Job) -> None:
+        """Forget an ended response: its record, its events, and its conversation if it is alone.
+
+        Token ids that later turns build on stay with those turns' conversation; the response
+        itself can no longer be retrieved or continued.
+        """
+        self._forget(job)
+        about = (job.request.get("params") or {}).get("about") or {}
+        if not job.conversation or not about.get("new_conversation"):
+            return
+        with self.store() as store:
+            record = store.get_conversation(job.conversation)
+            if record is not None and record["head"] == job.id and record["turns"] == 1:
+                store.delete_conversation(job.conversation)
+
+    def delete_conversation(self, conversation: str) -> None:
+        """Delete a conversation with everything said in it; Fault 503 without the store."""
+        with self.store() as store:
+            turns = store.conversation_turns(conversation)
+            store.delete_conversation(conversation)
+        for turn in turns:
+            with contextlib.suppress(JobNotFound):
+                self._forget(self.jobs.get(turn))
+
+    def _forget(self, job: Job) -> None:
+        pipe = self.redis.pipeline()
+        pipe.set(f"tandem:deleted:{job.id}", 1)
+        pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
+        pipe.zrem(f"tandem:jobs:{job.status}", job.id)
+        pipe.execute()
+
+    def health(self) -> dict[str, Any]:
+        """What of the stack answers, and which nodes are ready; never raises."""
+        facts: dict[str, Any] = {"model": self.config.model_name, "redis": False, "store": False}
+        nodes: list[Node] = []
+        try:
+            facts["redis"] = bool(self.redis.ping())
+            nodes = self.nodes.list()
+        except (RedisError, *AWAY):
+            facts["redis"] = False
+        try:
+            facts["store"] = self._store.ping()
+        except StoreError:
+            facts["store"] = False
+        facts["nodes"] = [
+            {"role": n.role, "name": n.name, "state": n.state, "pid": n.pid, "facts": n.facts}
+            for n in nodes
+        ]
+        ready = {n.role for n in nodes if n.state == "ready"}
+        facts["prefill"] = "prefill" in ready
+        facts["decode"] = "decode" in ready
+        facts["ready"] = all(facts[part] for part in ("redis", "store", "prefill", "decode"))
+        return facts

@@ -1,0 +1,232 @@
+"""From a request to an accepted job: check it, find what it continues, build its prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import uuid
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from scheduler.api.backend import Backend
+from scheduler.api.faults import Fault, bad
+from scheduler.api.lineage import Lineage, find_lineage
+from scheduler.api.prompt import Prompt, build, is_empty, text_of
+from scheduler.api.schema import ResponseRequest, items_of, media_at
+from scheduler.api.shaping import Shaping, shape
+from scheduler.api.tokenizer import TemplateError
+from scheduler.record import (
+    Accepted,
+    ConversationBusy,
+    IdempotencyConflict,
+    JobNotFound,
+    NewJob,
+    Priority,
+    QueueFull,
+    response_id,
+)
+
+_PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
+_TRIES = 3
+EMPTY = "the prompt is empty: give at least one message with text"
+
+
+def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> Accepted:
+    """Check a request and put it into its queue. Blocking: tokenises, asks Redis and the store.
+
+    `key` is the client's idempotency key: the same one with the same body names the same job.
+    Raises Fault; then nothing was recorded.
+    """
+    model = backend.model(body.model)
+    _refuse_unsupported(body, model)
+    owner = body.user or body.safety_identifier or body.prompt_cache_key or ""
+    digest = _digest(body)
+    if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
+        return known
+    items = items_of(body.input)
+    if is_empty(items):
+        raise bad(EMPTY, "input")
+    shaping = shape(backend.tokenizer, body)
+    for _ in range(_TRIES):
+        lineage = find_lineage(backend, body, items)
+        prompt = prompt_of(backend, body, lineage, shaping)
+        fields = _job(backend, body, lineage, prompt, model, shaping)
+        job = NewJob(id=response_id(owner, key), owner=owner, digest=digest, **fields)
+        accepted = _submit(backend, job)
+        if accepted.duplicate or not job.lock or _still_head(backend, lineage):
+            if not accepted.duplicate and body.store is not False:
+                _enter(backend, accepted.id, body, lineage)
+            return accepted
+        # A turn ended between our look at the conversation and our lock on it.
+        backend.jobs.cancel(accepted.id)
+        if key is not None:
+            break
+    raise Fault(
+        409,
+        f"conversation {lineage.conversation} changed while this turn was prepared: send it again",
+        code="conversation_busy",
+        param="conversation",
+    )
+
+
+def count_tokens(backend: Backend, body: ResponseRequest) -> int:
+    """Tokens that the prompt of this request would have. Raises Fault as `accept` does."""
+    _refuse_unsupported(body, backend.model(body.model))
+    items = items_of(body.input)
+    if is_empty(items):
+        raise bad(EMPTY, "input")
+    shaping = shape(backend.tokenizer, body)
+    return len(prompt_of(backend, body, find_lineage(backend, body, items), shaping).ids)
+
+
+def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Lineage) -> None:
+    parent = lineage.parent
+    past = [*parent.items, *parent.answer] if parent else [*lineage.seed]
+    # The job is accepted: that it may not be found again by its text is no reason to refuse it.
+    with contextlib.suppress(RedisError):
+        backend.threads.enter(response, [*past, *lineage.items], body.instructions)
+
+
+def prompt_of(
+    backend: Backend, body: ResponseRequest, lineage: Lineage, shaping: Shaping
+) -> Prompt:
+    """The prompt of a turn. Raises Fault 400 where it does not fit or the template refuses it."""
+    items = lineage.items
+    tokenizer = backend.tokenizer
+    limit = tokenizer.context_length
+    own = sum(len(text_of(item.get("content") or item.get("output") or "")) for item in items)
+    if (least := tokenizer.least_tokens(own)) >= limit:
+        raise _too_long(f"at least {least}", limit)
+    try:
+        prompt = build(
+            tokenizer,
+            [*lineage.seed, *items],
+            instructions=body.instructions,
+            parent=lineage.parent,
+            tools=shaping.tools,
+            options=shaping.options,
+        )
+    except TemplateError as error:
+        raise bad(str(error), "input") from error
+    if len(prompt.ids) >= limit:
+        raise _too_long(str(len(prompt.ids)), limit)
+    return prompt
+
+
+def _too_long(tokens: str, limit: int) -> Fault:
+    return bad(
+        f"the prompt has {tokens} tokens and the model's context is {limit} tokens, of which one "
+        "at least is for the answer: send less text or start a new conversation",
+        "input",
+        "context_length_exceeded",
+    )
+
+
+def _job(
+    backend: Backend,
+    body: ResponseRequest,
+    lineage: Lineage,
+    prompt: Prompt,
+    model: str,
+    shaping: Shaping,
+) -> dict[str, Any]:
+    config = backend.config.decode
+    tokens = len(prompt.ids)
+    room = backend.tokenizer.context_length - tokens
+    held = 0
+    if lineage.parent is not None:
+        # A state ends before its pending token, and is of use only if nothing of it changed.
+        state = len(lineage.parent.ids) - 1
+        held = min(state, tokens - 1) if prompt.shared >= state else 0
+    # The state of a turn that is continued lies on its decode node, which computes what is new.
+    local = held > 0
+    seed = body.seed if body.seed is not None else uuid.uuid4().int
+    params = {
+        "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),
+        "temperature": body.temperature if body.temperature is not None else 0.0,
+        "top_p": body.top_p if body.top_p is not None else 1.0,
+        "top_k": body.top_k or 0,
+        "min_p": body.min_p or 0.0,
+        "seed": seed % (1 << 63),
+        "stop": body.stop or [],
+        **shaping.params,
+        # Beside the sampling, so that it is stored with the turn.
+        "about": {
+            "metadata": body.metadata or {},
+            "by_response": body.previous_response_id is not None,
+            "new_conversation": lineage.new,
+            "stateless": lineage.stateless,
+        },
+    }
+    return {
+        "model": model,
+        "request": {
+            "input": list(lineage.items),
+            "instructions": body.instructions,
+            "tools": shaping.tools,
+            "options": shaping.options,
+            "params": params,
+            "store": body.store is not False,
+            "prompt": {"rebased": prompt.rebased, "shared": prompt.shared},
+        },
+        "prompt_ids": prompt.ids,
+        "conversation": lineage.conversation,
+        "previous": lineage.previous,
+        "lock": body.conversation_id is not None,
+        "stage": "decode" if local else "prefill",
+        "node": backend.decode_node(),
+        "held_tokens": held,
+        "background": bool(body.background),
+        "priority": _PRIORITIES.get(body.service_tier or "", "normal"),
+    }
+
+
+def _submit(backend: Backend, job: NewJob) -> Accepted:
+    try:
+        return backend.jobs.accept(job)
+    except ConversationBusy as error:
+        raise Fault(
+            409, str(error), code="conversation_busy", param="conversation", retry=False
+        ) from error
+    except IdempotencyConflict as error:
+        raise Fault(409, str(error), code="idempotency_conflict", retry=False) from error
+    except QueueFull as error:
+        raise Fault(429, str(error), code="queue_full", after=error.retry_after) from error
+
+
+def _known(backend: Backend, response: str, model: str, digest: str) -> Accepted | None:
+    """The job that this idempotency key named before, or None."""
+    try:
+        backend.jobs.get(response)
+    except JobNotFound:
+        return None
+    return _submit(backend, NewJob(response, model, {}, [0], digest=digest))
+
+
+def _still_head(backend: Backend, lineage: Lineage) -> bool:
+    with backend.store() as store:
+        record = store.get_conversation(lineage.conversation)
+    return record is not None and record["head"] == lineage.previous
+
+
+def _digest(body: ResponseRequest) -> str:
+    try:
+        text = json.dumps(body.model_dump(mode="json"), sort_keys=True)
+    except (ValueError, RecursionError) as error:
+        # Only what is passed through as it is, such as `tools`, can be like this.
+        raise bad("the body is nested too deeply: send plainer JSON") from error
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _refuse_unsupported(body: ResponseRequest, model: str) -> None:
+    """Say no to what would otherwise be left out silently."""
+    if (where := media_at(body.input)) is not None:
+        raise bad(
+            f"model '{model}' takes text only: send text instead of {where}",
+            where,
+            "unsupported_content",
+        )

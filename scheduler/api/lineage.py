@@ -1,0 +1,147 @@
+"""What a request continues: a response, a conversation, or the turn that it repeats."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from scheduler.api.backend import Backend
+from scheduler.api.faults import Fault, bad, missing
+from scheduler.api.items import split
+from scheduler.api.prompt import Parent
+from scheduler.api.schema import ResponseRequest
+from scheduler.api.threads import same_answer
+from scheduler.record import JobNotFound
+from store.turns import Turn
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
+Items = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a turn continues: nothing, a conversation's first items, or another turn.
+
+    `items` are the turn's own: what the request sent, less what it repeats of earlier turns.
+    `stateless`: the request named no ID.
+    """
+
+    conversation: str
+    items: Items
+    previous: str | None = None
+    parent: Parent | None = None
+    seed: Items = field(default=())
+    new: bool = False
+    stateless: bool = False
+
+
+def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Lineage:
+    """What a request that sent `items` continues. Raises Fault 404, 409 or 400."""
+    conversation = body.conversation_id
+    if conversation is not None and body.previous_response_id is not None:
+        raise bad(
+            "give either conversation or previous_response_id, not both", "previous_response_id"
+        )
+    if body.previous_response_id is not None:
+        return _after_response(backend, body.previous_response_id, items)
+    if conversation is None:
+        return _repeated(backend, body, items) or Lineage(
+            new_conversation(), items, new=True, stateless=True
+        )
+    with backend.store() as store:
+        record = store.get_conversation(conversation) if is_id(conversation) else None
+    if record is None:
+        raise missing("Conversation", conversation[:80], "conversation")
+    if record["head"] is None:
+        return Lineage(conversation, items, seed=record["items"])
+    seed, added = divided(record)
+    return _after_turn(backend, record["head"], [*added, *items], seed)
+
+
+def divided(record: dict[str, Any]) -> tuple[Items, Items]:
+    """A conversation's first items, and those that were added and wait for the next turn."""
+    items: Items = record["items"]
+    first = len(items) - record.get("added", 0)
+    return items[:first], items[first:]
+
+
+def new_conversation() -> str:
+    """A new conversation id."""
+    return f"conv_{uuid.uuid4().hex}"
+
+
+def _repeated(backend: Backend, body: ResponseRequest, items: Items) -> Lineage | None:
+    """The turn whose past and answer the request repeats, or None."""
+    for name, start, stop in backend.threads.candidates(items, body.instructions):
+        if backend.deleted(name):
+            continue
+        try:
+            with backend.store() as store:
+                turn = store.get_turn(name)
+        except Fault:
+            return None  # nobody asked for this turn by name: the prompt can be computed anew
+        if turn is None or not same_answer(items[start:stop], split(turn.id, turn.items)[1]):
+            continue
+        found = _after_turn(backend, name, items[stop:])
+        about = turn.params.get("params", {}).get("about", {})
+        # A conversation that has been given a name goes on only when it is named.
+        if about.get("stateless"):
+            return replace(found, stateless=True)
+        return replace(found, stateless=True, conversation=new_conversation(), new=True)
+    return None
+
+
+def _after_response(backend: Backend, response: str, items: Items) -> Lineage:
+    param = "previous_response_id"
+    if not is_id(response) or backend.deleted(response):
+        raise missing("Response", response[:80], param)
+    with backend.store() as store:
+        turn = store.get_turn(response)
+    if turn is not None:
+        return _after_turn(backend, response, items)
+    try:
+        job = backend.jobs.get(response)
+    except JobNotFound:
+        raise missing("Response", response[:80], param) from None
+    if not job.ended:
+        raise Fault(
+            409,
+            f"{response} is still {job.status}: wait for its end, then continue it",
+            code="response_in_progress",
+            param=param,
+        )
+    if job.status in ("failed", "cancelled"):
+        raise bad(f"{response} was {job.status} and has no answer to continue", param)
+    raise missing("Response", response[:80], param)
+
+
+def _after_turn(backend: Backend, turn_id: str, items: Items, seed: Items | None = None) -> Lineage:
+    with backend.store() as store:
+        path: list[Turn] = store.path_of(turn_id)
+        if seed is None:
+            first = store.get_conversation(path[0].conversation)
+            seed = divided(first)[0] if first else ()
+    last = path[-1]
+    inputs, outputs = split(last.id, last.items)
+    before = [item for turn in path[:-1] for item in turn.items]
+    ids: list[int] = []
+    for turn in path:
+        ids = [*([] if turn.rebased else ids), *turn.prompt_ids, *turn.output_ids]
+    parent = Parent(
+        items=[*seed, *before, *inputs],
+        answer=outputs,
+        ids=ids,
+        generated=len(last.output_ids),
+        instructions=last.params.get("instructions"),
+        tools=last.params.get("tools"),
+        options=last.params.get("options"),
+    )
+    return Lineage(last.conversation, items, last.id, parent)
+
+
+def is_id(name: str) -> bool:
+    """Whether `name` could be an id at all."""
+    return _ID.fullmatch(name) is not None

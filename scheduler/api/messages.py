@@ -1,0 +1,203 @@
+"""Routes of /v1/messages, in Anthropic's shapes; as stateless for the client as chat is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from scheduler import events
+from scheduler.api.backend import Backend
+from scheduler.api.faults import ANTHROPIC, Fault
+from scheduler.api.intake import accept, count_tokens
+from scheduler.api.items import output_items
+from scheduler.api.lookup import find_job
+from scheduler.api.message_requests import CountRequest, MessagesRequest, to_response_request
+from scheduler.api.stream import EventStream, frame
+from scheduler.api.view import response_object
+from scheduler.delivery import abandon, follow, wait
+from scheduler.record import Job
+
+
+def router(backend: Backend) -> APIRouter:
+    """The routes, working with `backend`."""
+    routes = APIRouter(prefix=ANTHROPIC, tags=["messages"])
+
+    @routes.post("")
+    async def create_message(request: Request, body: MessagesRequest) -> Response:
+        accepted = await run_in_threadpool(accept, backend, to_response_request(body))
+        headers = {"request-id": accepted.id}
+        stops = body.stop_sequences or []
+        if body.stream:
+            return EventStream(
+                _events(backend, accepted.id, stops),
+                on_gone=lambda: abandon(backend, accepted.id),
+                headers=headers,
+            )
+        await wait(backend, accepted.id, request)
+        job = await run_in_threadpool(find_job, backend, accepted.id)
+        if job.status == "failed":
+            made = response_object(job)
+            # It ran and failed: the same request would fail again, at the same cost.
+            raise Fault(500, made["error"]["message"], retry=False)
+        reason, stop = await run_in_threadpool(_stop, backend, job, stops)
+        message = _message(job) | {
+            "content": content(output_items(job.id, job.output, job.status)),
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": _usage(job),
+        }
+        return JSONResponse(message, headers=headers)
+
+    @routes.post("/count_tokens")
+    def count(body: CountRequest) -> dict[str, int]:
+        return {"input_tokens": count_tokens(backend, to_response_request(body))}
+
+    return routes
+
+
+def content(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Output items as blocks of content; texts that say nothing are left out."""
+    blocks: list[dict[str, Any]] = []
+    for item in items:
+        if item["type"] == "function_call":
+            arguments = json.loads(item["arguments"] or "{}")
+            call = {"id": item["call_id"], "name": item["name"], "input": arguments}
+            blocks.append({"type": "tool_use", **call})
+            continue
+        for part in item.get("content") or ():
+            if text := part.get("text"):
+                blocks.append(
+                    {"type": "thinking", "thinking": text, "signature": ""}
+                    if item["type"] == "reasoning"
+                    else {"type": "text", "text": text}
+                )
+    return blocks
+
+
+def _message(job: Job) -> dict[str, Any]:
+    return {
+        "id": "msg_" + job.id.removeprefix("resp_"),
+        "type": "message",
+        "role": "assistant",
+        "model": job.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(job),
+    }
+
+
+def _usage(job: Job) -> dict[str, int]:
+    """Token counts; here, unlike elsewhere, cached tokens are not among the input tokens."""
+    told = job.usage or {}
+    cached = int(told.get("cached_tokens", 0 if job.ended else job.held_tokens))
+    return {
+        "input_tokens": max(0, job.prompt_tokens - cached),
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": int(told.get("output_tokens", 0)),
+    }
+
+
+def _stop(backend: Backend, job: Job, stops: Sequence[str]) -> tuple[str, str | None]:
+    """(stop_reason, stop_sequence) of an ended job. Blocking: may read its event log."""
+    if job.status == "incomplete":
+        return "max_tokens", None
+    items = output_items(job.id, job.output, job.status)
+    if any(item["type"] == "function_call" for item in items):
+        return "tool_use", None
+    if not stops:
+        return "end_turn", None
+    ids = events.replay(backend.redis, job.id).ids
+    if not ids or ids[-1] in backend.tokenizer.eos_ids:
+        return "end_turn", None
+    text = backend.tokenizer.decode(ids)
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
+
+
+async def _events(
+    backend: Backend, response: str, stops: Sequence[str]
+) -> AsyncGenerator[bytes, None]:
+    """Anthropic's server-sent events; pings while nothing else comes."""
+    job = await run_in_threadpool(find_job, backend, response)
+    yield frame({"type": "message_start", "message": _message(job)})
+    yield frame({"type": "ping"})
+    blocks = _Blocks()
+    async with contextlib.aclosing(follow(backend, response)) as followed:
+        async for event in followed:
+            kind = "ping" if event is None else event["type"]
+            if kind == "ping":
+                yield frame({"type": "ping"})
+            elif event is None:
+                continue
+            elif kind in ("response.completed", "response.incomplete"):
+                for told in blocks.close():
+                    yield frame(told)
+                job = await run_in_threadpool(find_job, backend, response)
+                reason, stop = await run_in_threadpool(_stop, backend, job, stops)
+                ended = {"stop_reason": reason, "stop_sequence": stop}
+                yield frame({"type": "message_delta", "delta": ended, "usage": _usage(job)})
+                yield frame({"type": "message_stop"})
+            elif kind == "response.failed":
+                error = Fault(500, event["response"]["error"]["message"])
+                yield frame(error.body(ANTHROPIC))
+            elif kind == "error":
+                yield frame(Fault(503, event["message"]).body(ANTHROPIC))
+            else:
+                for told in blocks.tell(event):
+                    yield frame(told)
+
+
+class _Blocks:
+    """Blocks of content, one after another, from the events of a response."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind = ""
+
+    def tell(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What an event means here; mostly nothing or one delta."""
+        kind = event["type"]
+        if kind == "response.output_item.added" and event["item"]["type"] == "function_call":
+            item = event["item"]
+            block = {"type": "tool_use", "id": item["call_id"], "name": item["name"], "input": {}}
+            return self._begin("tool_use", block)
+        if kind == "response.function_call_arguments.delta":
+            return [self._delta({"type": "input_json_delta", "partial_json": event["delta"]})]
+        if kind == "response.output_text.delta" and event["delta"]:
+            begun = self._begin("text", {"type": "text", "text": ""})
+            return [*begun, self._delta({"type": "text_delta", "text": event["delta"]})]
+        if kind == "response.reasoning_text.delta" and event["delta"]:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+            begun = self._begin("thinking", empty)
+            return [*begun, self._delta({"type": "thinking_delta", "thinking": event["delta"]})]
+        if kind == "response.output_item.done":
+            return self.close()
+        return []
+
+    def close(self) -> list[dict[str, Any]]:
+        """End the open block, if there is one."""
+        if not self._kind:
+            return []
+        self._kind = ""
+        return [{"type": "content_block_stop", "index": self._index}]
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._kind == kind != "tool_use":
+            return []
+        ended = self.close()
+        self._kind = kind
+        self._index += 1
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*ended, start]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -1,0 +1,250 @@
+"""From items to token ids: the prompt of a first turn, and of a turn that continues another.
+
+Token ids are the truth. The ids of a turn that continues another are the parent's ids, exactly
+as they went through the model, followed by the ids of the text that the chat template puts
+between the parent's answer and the next generation prompt. Stored text is never tokenised again
+to find a conversation; it is rendered only to learn that text and to check that the template
+would have placed the answer where the parent's ids have it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.api.tokenizer import Message, Rendering, TemplateError, Tokenizer
+
+_ANSWER = "Q0answer4d1e7a9b0Q"
+"""Stands where an assistant's answer goes while the text around it is learnt."""
+
+Item = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The turn that a new turn continues.
+
+    `items` are all items of the conversation before the parent's answer, oldest first; `answer`
+    are the parent's output items; `ids` its full token ids, prompt and answer; `generated` how
+    many of them, at the end, the model produced. `instructions`, `tools` and `options` are those
+    that the parent's prompt was rendered with.
+    """
+
+    items: Sequence[Item]
+    answer: Sequence[Item]
+    ids: Sequence[int]
+    generated: int
+    instructions: str | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    options: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of a turn's prompt.
+
+    `rebased` is False where `ids` begin with all of the parent's ids. `shared` is the number of
+    leading ids equal to the parent's.
+    """
+
+    ids: list[int]
+    shared: int
+    rebased: bool
+
+    @property
+    def delta(self) -> list[int]:
+        """What the turn's record keeps: the ids beyond the parent's, or all when rebased."""
+        return self.ids if self.rebased else self.ids[self.shared :]
+
+
+def build(
+    tokenizer: Tokenizer,
+    items: Sequence[Item],
+    *,
+    instructions: str | None = None,
+    parent: Parent | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The prompt of a turn whose own input is `items`.
+
+    Instructions are this turn's alone: another turn's are replaced, never added to. Raises
+    TemplateError where the chat template refuses the messages.
+    """
+
+    def render(messages: Sequence[Message]) -> Rendering:
+        return tokenizer.render(messages, tools=tools, options=options)
+
+    if parent is None:
+        return Prompt(tokenizer.encode(render(messages_of(items, instructions))), 0, False)
+    whole = render(messages_of([*parent.items, *parent.answer, *items], instructions))
+    spliced = _splice(tokenizer, render, items, instructions, parent, whole)
+    if spliced is not None:
+        return spliced
+    ids = tokenizer.encode(whole)
+    return Prompt(ids, common_prefix(ids, parent.ids), True)
+
+
+def _splice(
+    tokenizer: Tokenizer,
+    render: Callable[[Sequence[Message]], Rendering],
+    items: Sequence[Item],
+    instructions: str | None,
+    parent: Parent,
+    whole: Rendering,
+) -> Prompt | None:
+    """The parent's ids continued, or None where the template lays the conversation out anew."""
+    if not parent.generated:
+        return None
+    answer = {"type": "message", "role": "assistant", "content": _ANSWER}
+    try:
+        around = render(messages_of([*parent.items, answer, *items], instructions))
+    except TemplateError:
+        return None  # it wants to see the calls that tools answer
+    if around.text.count(_ANSWER) != 1:
+        return None  # dropped, repeated or altered: or the client wrote our marker
+    seam = around.text.index(_ANSWER)
+    tail = around.text[seam + len(_ANSWER) :]
+    head = tokenizer.render(
+        messages_of(parent.items, parent.instructions),
+        tools=parent.tools,
+        options=parent.options,
+    ).text
+    if not whole.text.startswith(head) or not whole.text.endswith(tail):
+        return None
+    if len(whole.text) < len(head) + len(tail):
+        return None
+    generated = list(parent.ids[len(parent.ids) - parent.generated :])
+    stopped = generated[-1] in tokenizer.eos_ids
+    text = tokenizer.decode(generated[:-1] if stopped else generated)
+    middle = whole.text[len(head) : len(whole.text) - len(tail)]
+    if not _says(middle, text, parent.answer):
+        return None
+    kept = list(parent.ids)
+    rest = around.cut(seam + len(_ANSWER))
+    if stopped:
+        spelling = tokenizer.decode(generated[-1:])
+        if tail.startswith(spelling) and not any(start == 0 for start, _ in rest.literals):
+            rest = rest.cut(len(spelling))
+        else:
+            # The model ended its turn by another token than the template writes there. It is
+            # the pending one, in no state yet, so it can be left out.
+            kept.pop()
+    return Prompt(kept + tokenizer.encode(rest), len(kept), len(kept) < len(parent.ids))
+
+
+def _says(rendered: str, generated: str, answer: Sequence[Item]) -> bool:
+    """Whether the template's words for an answer stand for the text that the model generated.
+
+    A template may trim white space around an answer; the model's own tokens stand. Calls and
+    thinking are laid out anew by templates; what was read from the model's text must all be there.
+    """
+    if rendered.strip() == generated.strip():
+        return True
+    if all(item.get("type", "message") == "message" for item in answer):
+        return False
+    if "".join(rendered.split()) == "".join(generated.split()):
+        return True
+    at = 0
+    for item in answer:
+        kind = item.get("type", "message")
+        told = str(item.get("name")) if kind == "function_call" else text_of(item.get("content"))
+        found = rendered.find(told.strip(), at)
+        if found < 0:
+            return False  # thinking that the template leaves out, for example
+        at = found + len(told.strip())
+    return True
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading elements that are equal."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[Message]:
+    """Chat messages, as templates take them, of items of the Responses API.
+
+    Leading system and developer messages become one system message after `instructions`.
+    Function calls and reasoning join the assistant message they belong to.
+    """
+    messages: list[Message] = []
+    leading = [instructions] if instructions else []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            _assistant(messages).setdefault("tool_calls", []).append(_call(item))
+        elif kind == "function_call_output":
+            output = item.get("output", "")
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of(output)}
+            )
+        elif kind == "reasoning":
+            text = text_of(item.get("content") or item.get("summary") or "")
+            if text:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        elif kind == "message":
+            role = "system" if item["role"] == "developer" else str(item["role"])
+            text = text_of(item.get("content") or "", "" if role == "assistant" else "\n")
+            if role == "system" and not messages:
+                leading.append(text)
+            elif role == "assistant" and _open(messages):
+                messages[-1]["content"] = text
+            else:
+                messages.append({"role": role, "content": text})
+    if leading:
+        messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
+    return messages
+
+
+def text_of(content: Any, between: str = "\n") -> str:
+    """The text of a message's content: a string, or text parts joined by `between`."""
+    if isinstance(content, str):
+        return content
+    parts = (p.get("text") or p.get("refusal") or "" for p in content if isinstance(p, Mapping))
+    return between.join(parts)
+
+
+def is_empty(items: Sequence[Item]) -> bool:
+    """True where the items say nothing: no text but white space and no function's output."""
+    return not any(
+        item.get("type", "message") == "function_call_output"
+        or text_of(item.get("content") or "").strip()
+        for item in items
+    )
+
+
+def _open(messages: Sequence[Message]) -> bool:
+    """True where the last message is an assistant's that has no text yet (only reasoning)."""
+    return bool(messages) and (
+        messages[-1]["role"] == "assistant"
+        and not messages[-1]["content"]
+        and "tool_calls" not in messages[-1]
+    )
+
+
+def _assistant(messages: list[Message]) -> Message:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _call(item: Item) -> dict[str, Any]:
+    return {
+        "id": item.get("call_id"),
+        "type": "function",
+        "function": {"name": item.get("name"), "arguments": _arguments(item.get("arguments"))},
+    }
+
+
+def _arguments(text: Any) -> Any:
+    """Arguments as templates expect them: an object; text that is none stays text."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, TypeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

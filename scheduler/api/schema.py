@@ -1,0 +1,360 @@
+"""Shapes of the requests that the API accepts: OpenAI's Responses and Conversations.
+
+Unknown fields are ignored, wrong types are refused. What Tandem adds to OpenAI's fields (`seed`,
+`stop`, `top_k`, `min_p`) is named so below.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+)
+
+from scheduler.api.items import new_id
+
+MAX_IDS = 10_000
+Text = Annotated[str, Field(max_length=32 * 1024 * 1024)]
+Name = Annotated[str, Field(max_length=256)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
+
+
+class Shape(BaseModel):
+    """Base of all shapes: strict types, no NaN, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class TextPart(Shape):
+    """Text of a message."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class RefusalPart(Shape):
+    """A refusal that an assistant wrote earlier."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class MediaPart(Shape):
+    """An image, file or sound: known, and refused by models that take text only."""
+
+    type: Literal["input_image", "image_url", "input_file", "input_audio"]
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind in ("input_image", "image_url", "input_file", "input_audio"):
+        return "«media»"
+    return "«refusal»" if kind == "refusal" else "«text»"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("«text»")]
+    | Annotated[RefusalPart, Tag("«refusal»")]
+    | Annotated[MediaPart, Tag("«media»")],
+    Discriminator(_kind_of_part),
+]
+
+
+def _kind_of_content(value: Any) -> str:
+    return "«text»" if isinstance(value, str) else "«parts»"
+
+
+Content = Annotated[
+    Annotated[Text, Tag("«text»")]
+    | Annotated[list[Part], Field(max_length=MAX_IDS), Tag("«parts»")],
+    Discriminator(_kind_of_content),
+]
+
+
+class MessageItem(Shape):
+    """A message of any role."""
+
+    type: Literal["message"] = "message"
+    id: Name | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class CallItem(Shape):
+    """A function call that the model made."""
+
+    type: Literal["function_call"]
+    id: Name | None = None
+    call_id: Name
+    name: Name
+    arguments: Text
+
+
+class CallOutputItem(Shape):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    id: Name | None = None
+    call_id: Name
+    output: Content
+
+
+class ReasoningText(Shape):
+    """A piece of reasoning or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(Shape):
+    """Reasoning that the model wrote before an answer."""
+
+    type: Literal["reasoning"]
+    id: Name | None = None
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+
+
+def _kind_of_item(value: Any) -> str:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "")
+    return f"«{kind}»"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("«message»")]
+    | Annotated[CallItem, Tag("«function_call»")]
+    | Annotated[CallOutputItem, Tag("«function_call_output»")]
+    | Annotated[ReasoningItem, Tag("«reasoning»")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_type",
+        custom_error_message="items here are message, function_call, function_call_output or "
+        "reasoning",
+    ),
+]
+Items = Annotated[list[Item], Field(max_length=MAX_IDS)]
+
+
+def _kind_of_input(value: Any) -> str:
+    return "«text»" if isinstance(value, str) else "«items»"
+
+
+Input = Annotated[
+    Annotated[Text, Tag("«text»")] | Annotated[Items, Tag("«items»")],
+    Discriminator(_kind_of_input),
+]
+
+
+class ConversationRef(Shape):
+    """A conversation by its id."""
+
+    id: Name
+
+
+def _kind_of_ref(value: Any) -> str:
+    return "«id»" if isinstance(value, str) else "«object»"
+
+
+Conversation = Annotated[
+    Annotated[Name, Tag("«id»")] | Annotated[ConversationRef, Tag("«object»")],
+    Discriminator(_kind_of_ref),
+]
+
+
+def check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
+    """Metadata within OpenAI's limits."""
+    if value is not None:
+        if len(value) > 16:
+            raise ValueError(f"at most 16 pairs, not {len(value)}")
+        for key, text in value.items():
+            if len(key) > 64 or len(text) > 512:
+                raise ValueError("keys have at most 64 characters, values at most 512")
+            try:
+                (key + text).encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"not Unicode text: {error.reason}") from error
+    return value
+
+
+def _one_stop(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]] | None,
+    Field(max_length=16),
+    BeforeValidator(_one_stop),
+]
+
+
+class Format(Shape):
+    """Form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: Text | None = None
+
+
+class FunctionTool(Shape):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Reasoning(Shape):
+    """How much the model is to think."""
+
+    effort: Name | None = None
+
+
+class TextConfig(Shape):
+    """How the answer's text is formed."""
+
+    format: Format | None = None
+
+
+class ResponseRequest(Shape):
+    """Body of POST /v1/responses."""
+
+    model: Name | None = None
+    input: Input
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    conversation: Conversation | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = Field(None, description="extension")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="extension")
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
+        None, description="extension: the same seed and prompt give the same answer"
+    )
+    stop: Stop = Field(None, description="extension: a string, or strings, that end the answer")
+    metadata: dict[str, str] | None = None
+    service_tier: Name | None = None
+    user: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Name], Field(max_length=64)] | None = None
+    presence_penalty: Penalty | None = Field(None, description="extension")
+    frequency_penalty: Penalty | None = Field(None, description="extension")
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
+        None, description="extension"
+    )
+    logit_bias: dict[str, float] | None = Field(None, description="extension")
+    text: TextConfig | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    _check_metadata = field_validator("metadata")(check_metadata)
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id in either of the two forms of `conversation`."""
+        ref = self.conversation
+        return ref.id if isinstance(ref, ConversationRef) else ref
+
+
+class NewConversation(Shape):
+    """Body of POST /v1/conversations."""
+
+    items: Annotated[list[Item], Field(max_length=20)] | None = None
+    metadata: dict[str, str] | None = None
+
+    _check_metadata = field_validator("metadata")(check_metadata)
+
+
+class ConversationUpdate(Shape):
+    """Body of POST /v1/conversations/{id}."""
+
+    metadata: dict[str, str] | None = None
+    pinned: bool | None = Field(None, description="extension: never evict its state")
+
+    _check_metadata = field_validator("metadata")(check_metadata)
+
+
+class NewItems(Shape):
+    """Body of POST /v1/conversations/{id}/items."""
+
+    items: Annotated[list[Item], Field(min_length=1, max_length=20)]
+
+
+AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+
+def items_of(value: str | list[AnyItem]) -> list[dict[str, Any]]:
+    """Input in its stored form: a list of items, each with an id of its own."""
+    if isinstance(value, str):
+        value = [MessageItem(role="user", content=[TextPart(type="input_text", text=value)])]
+    return [_stored(item) for item in value]
+
+
+def _stored(item: AnyItem) -> dict[str, Any]:
+    if isinstance(item, MessageItem):
+        written = "output_text" if item.role == "assistant" else "input_text"
+        return {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": item.role,
+            "status": "completed",
+            "content": _parts(item.content, written),
+        }
+    stored = item.model_dump(exclude_none=True)
+    if isinstance(item, CallOutputItem):
+        if not isinstance(item.output, str):
+            stored["output"] = _parts(item.output, "input_text")
+        stored["id"] = new_id("fco")
+    elif isinstance(item, ReasoningItem):
+        stored["id"] = new_id("rs")
+        stored.setdefault("summary", [])
+        return stored
+    else:
+        stored["id"] = new_id("fc")
+    return {**stored, "status": "completed"}
+
+
+def _parts(content: str | list[Any], written: str) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        content = [TextPart(type="text", text=content)]
+    out: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, TextPart):
+            shape: dict[str, Any] = {"type": written, "text": part.text}
+            out.append({**shape, "annotations": []} if written == "output_text" else shape)
+        elif isinstance(part, RefusalPart):
+            out.append({"type": "refusal", "refusal": part.refusal})
+    return out
+
+
+def media_at(items: str | list[AnyItem]) -> str | None:
+    """Where the first image, file or sound stands in the input, or None."""
+    if isinstance(items, str):
+        return None
+    for i, item in enumerate(items):
+        content = getattr(item, "content", None) or getattr(item, "output", None)
+        if isinstance(content, list):
+            for j, part in enumerate(content):
+                if isinstance(part, MediaPart):
+                    return f"input[{i}].content[{j}]"
+    return None

@@ -1,0 +1,137 @@
+"""Finding the turn that a request repeats and goes on from, when it names none.
+
+Clients that keep no IDs send the whole conversation with every request. Each accepted turn is
+entered under a digest of the messages it answers; a request is looked up by its messages before
+each answer it repeats, the last answer first, and the answer itself is compared with the stored
+one. So the token ids that were generated stand in for the client's own rendering of them, and
+only what is new is computed. What is found is a hint: the prompt is checked by rendering.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import redis
+
+from scheduler.api.prompt import Item, messages_of
+from scheduler.api.tokenizer import Message
+
+KEEP = 8
+"""Turns remembered for one past: regenerated answers and parallel branches."""
+
+
+class Threads:
+    """The index in Redis; entries live for `seconds`, as job records do."""
+
+    def __init__(self, client: redis.Redis, model: str, seconds: float) -> None:
+        self._client = client
+        self._model = model
+        self._seconds = int(seconds)
+
+    def enter(
+        self, response: str, items: Sequence[Item], instructions: str | None, extra: Any = None
+    ) -> None:
+        """Remember that `response` answers these items. `extra`: what else shapes the prompt."""
+        digest = _State(self._model, extra).over(messages_of(items, instructions))
+        pipe = self._client.pipeline(transaction=False)
+        pipe.lpush(_key(digest), response)
+        pipe.ltrim(_key(digest), 0, KEEP - 1)
+        pipe.expire(_key(digest), self._seconds)
+        pipe.execute()
+
+    def candidates(
+        self, items: Sequence[Item], instructions: str | None, extra: Any = None
+    ) -> Iterator[tuple[str, int, int]]:
+        """(response, start, stop) of turns that may have written items[start:stop], best first."""
+        seams = [
+            (start, stop)
+            for start, stop in _answers(items)
+            # Something must follow, or there is nothing to answer.
+            if start > 0 and stop < len(items)
+        ]
+        if not seams:
+            return
+        pipe = self._client.pipeline(transaction=False)
+        state = _State(self._model, extra)
+        for start, _ in seams:
+            pipe.lrange(_key(state.over(messages_of(items[:start], instructions))), 0, -1)
+        found = cast("list[list[bytes]]", pipe.execute())
+        for (start, stop), names in reversed(list(zip(seams, found, strict=True))):
+            for name in names:
+                yield name.decode(), start, stop
+
+
+def same_answer(sent: Sequence[Item], stored: Sequence[Item]) -> bool:
+    """Whether the assistant's items that a client sent are those that were stored.
+
+    White space at the ends of texts and the layout of arguments do not count; reasoning that the
+    client left out does not either.
+    """
+    return bool(_said(sent) == _said(stored))
+
+
+def _said(items: Sequence[Item]) -> Any:
+    return [_content(message) for message in messages_of(items) if _content(message)]
+
+
+def _content(message: Message) -> Any:
+    """What of a message counts: an assistant's comes back from clients in their own rendering."""
+    if message["role"] != "assistant":
+        return message
+    text = str(message["content"]).strip()
+    calls = [_call(call["function"]) for call in message.get("tool_calls", ())]
+    return ["assistant", text, calls] if text or calls else None
+
+
+def _call(function: Mapping[str, Any]) -> tuple[str, Any]:
+    arguments = function.get("arguments")
+    try:
+        value = arguments if isinstance(arguments, Mapping) else json.loads(str(arguments))
+        arguments = json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):
+        arguments = str(arguments)
+    return str(function.get("name")), arguments
+
+
+def _answers(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each run of items that an assistant wrote."""
+    start: int | None = None
+    for i, item in enumerate([*items, {"type": "end"}]):
+        kind = item.get("type", "message")
+        written = kind in ("function_call", "reasoning") or (
+            kind == "message" and item.get("role") == "assistant"
+        )
+        if written and start is None:
+            start = i
+        elif not written and start is not None:
+            yield start, i
+            start = None
+
+
+class _State:
+    """Digest of a list of messages, each of which is hashed once however often it is asked for."""
+
+    def __init__(self, model: str, extra: Any) -> None:
+        seed = json.dumps([model, extra], sort_keys=True, default=str)
+        self._seed = hashlib.blake2b(seed.encode("utf-8", "replace"), digest_size=16)
+        self._done: list[tuple[Message, Any]] = []
+
+    def over(self, messages: Sequence[Message]) -> str:
+        """The digest; cheap where `messages` begins as in the call before."""
+        at = 0
+        while at < min(len(self._done), len(messages)) and self._done[at][0] == messages[at]:
+            at += 1
+        del self._done[at:]
+        state = (self._done[-1][1] if self._done else self._seed).copy()
+        for message in messages[at:]:
+            text = json.dumps(_content(message), sort_keys=True, ensure_ascii=False, default=str)
+            state.update(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest())
+            self._done.append((message, state.copy()))
+        return str(state.hexdigest())
+
+
+def _key(digest: str) -> str:
+    return f"tandem:thread:{digest}"

@@ -1,0 +1,1 @@
+"""Benchmarks of the queue, the event stream and the pipeline."""

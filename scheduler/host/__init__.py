@@ -1,0 +1,1 @@
+"""What runs on this machine: directories, the Redis server, processes and their supervisor."""

@@ -1,0 +1,185 @@
+"""The processes of one machine's stack: our Redis, the API, a prefill and a decode worker."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from scheduler.config import Config, ConfigError, resolved_environment
+from scheduler.host import data_dir, redis_server
+from scheduler.host.supervisor import Service, StackFailed, Supervisor
+from scheduler.nodes import Nodes, Role
+from scheduler.redis_client import AWAY, connect
+
+MODULES = {
+    "redis": ["scheduler.host.redis_server"],
+    "api": ["scheduler.cli", "serve"],
+    "prefill": ["worker_prefill"],
+    "decode": ["worker_decode"],
+}
+WORKERS: tuple[Role, ...] = ("decode", "prefill")
+ROLES = frozenset({"api", *WORKERS})
+REDIS_SECONDS = 2.0
+"""How long a configured Redis may take to answer."""
+MAX_RESTARTS = 3
+LOADING_SECONDS = 300.0
+"""How long our own may take to read its append-only file."""
+START_SECONDS = 600.0
+"""How long a worker may take to load its model: minutes where it is hundreds of gigabytes."""
+
+
+class Stack:
+    """A running stack. Use `start`, then `run` or `wait_ready`, and always `stop`.
+
+    Raises ConfigError before anything is started, StackFailed when a process cannot run.
+    """
+
+    def __init__(self, config: Config, roles: frozenset[str] = ROLES) -> None:
+        """`roles` are those that run on this machine.
+
+        Claims the data directory. With api.port 0 a free port is chosen: see `config`.
+        """
+        data_dir.prepare(config)
+        self._claim = data_dir.Claim(config.data_dir)
+        self.roles = roles
+        try:
+            if config.api.port == 0:
+                api = config.api.model_copy(update={"port": free_port(config.api.host)})
+                config = config.model_copy(update={"api": api})
+            if "api" in roles:
+                check_port(config)
+        except BaseException:
+            self._claim.release()
+            raise
+        self.config = config
+        self._http = httpx.Client(
+            base_url=config.api_url, headers=self._headers(), timeout=2, trust_env=False
+        )
+        self.supervisor = Supervisor(resolved_environment(config), config.jobs.drain_seconds)
+        self._redis = connect(config.redis_url, timeout=2.0, patience=0)
+        self._nodes = Nodes(self._redis)
+
+    def start(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Start every process; returns when Redis answers, the others are still loading."""
+        if not self.config.redis.url:
+            say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
+            self._add("redis", stop_last=True)
+        say(f"redis    {self._wait_for_redis()} answers")
+        for name in (*WORKERS, "api"):
+            if name in self.roles:
+                self._add(name)
+
+    def wait_ready(self) -> None:
+        """Supervise until everything that runs on this machine is ready for work."""
+        self.supervisor.wait_until(self._ready, START_SECONDS, "the stack")
+
+    def facts(self) -> dict[str, Any]:
+        """What the API says about itself and its nodes; empty while it does not answer."""
+        try:
+            answer = self._http.get("/ready")
+            return {"ready": answer.status_code == 200, **answer.json()}
+        except (httpx.HTTPError, ValueError):
+            return {}
+
+    def stop(self) -> None:
+        """Stop every process and give the data directory up. Harmless when called twice."""
+        try:
+            self.supervisor.stop()
+            # A process that was killed left its socket.
+            sockets = {"redis": self.config.redis_socket, "decode": self.config.store_socket}
+            for service in self.supervisor.services:
+                if service.name in sockets:
+                    sockets[service.name].unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a worker of its own may use it
+                self.config.runtime_dir.rmdir()
+        finally:
+            self._http.close()
+            self._redis.close()
+            self._claim.release()
+
+    def _add(self, name: str, *, stop_last: bool = False) -> None:
+        log_file = self.config.data_dir / "logs" / f"{name}.log"
+        command = [sys.executable, "-P", "-m", *MODULES[name]]
+        self.supervisor.add(Service(name, command, log_file, stop_last))
+
+    def _wait_for_redis(self) -> str:
+        """Name and version of the server that answers."""
+        if self.config.redis.url:
+            try:
+                return redis_server.probe(self.config.redis.url, REDIS_SECONDS)
+            except redis_server.RedisUnavailable as error:
+                raise ConfigError(str(error)) from None
+        found = ""
+        service = self.supervisor.find("redis")
+
+        def ready() -> bool:
+            nonlocal found
+            if service.restarts >= MAX_RESTARTS:
+                raise StackFailed(f"our Redis keeps ending: {service.last_line()}")
+            try:
+                found = redis_server.probe(self.config.redis_url, 0.0)
+            except redis_server.RedisUnavailable:
+                return False
+            return True
+
+        self.supervisor.wait_until(ready, LOADING_SECONDS, "our Redis")
+        return found
+
+    def _ready(self) -> bool:
+        for role in WORKERS:
+            if role in self.roles:
+                try:
+                    node = self._nodes.get(role, self.config.node)
+                except AWAY:
+                    return False
+                # An entry may outlive its process by some seconds: the process must be ours.
+                if node is None or node.state != "ready" or node.pid != self._pid(role):
+                    return False
+        return "api" not in self.roles or bool(self.facts().get("store"))
+
+    def _pid(self, name: str) -> int | None:
+        return self.supervisor.find(name).pid
+
+    def _headers(self) -> dict[str, str]:
+        token = self.config.api.token
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def check_port(config: Config) -> None:
+    """Raise ConfigError where the API could not listen."""
+    with socket.socket(_family(config.api.host), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.api.host, config.api.port))
+        except OSError as error:
+            wrong = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            cure = "correct api.host" if wrong else "stop what uses it, or pass --port"
+            raise ConfigError(
+                f"cannot listen on {config.api.host} port {config.api.port} "
+                f"({error.strerror}): {cure}"
+            ) from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that is free on `host` now."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host} ({error.strerror}): correct api.host"
+            ) from None
+        return int(probe.getsockname()[1])
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+__all__ = ["Stack", "StackFailed", "check_port", "free_port"]

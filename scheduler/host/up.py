@@ -1,0 +1,150 @@
+"""`tandem up` runs a whole stack on this machine; `tandem worker` runs one role of a larger one."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from scheduler.config import Config, ConfigError, load, resolved_environment
+from scheduler.host import data_dir, model_files, redis_server
+from scheduler.host.stack import REDIS_SECONDS, ROLES, Stack, StackFailed, check_port
+
+_UP = """\
+Run Tandem on this machine: Redis (unless REDIS_URL names one), the API, one prefill worker and one
+decode worker, each a process of its own, restarted when it dies. Ctrl-C drains and stops them all.
+
+  tandem up                                 the small default model, port 8420
+  tandem up --model ~/models/GLM-4bit       any directory or hub name that mlx-vlm loads
+
+On two machines, with one Redis that both reach (redis.url in tandem.toml, or REDIS_URL):
+
+  tandem up --only api,decode               on the machine that keeps the conversations
+  tandem up --only prefill                  on the machine that prefills
+"""
+_WORKER = """\
+Run one worker, for a machine of its own. It joins the Redis of the configuration (redis.url or
+REDIS_URL) and needs the same model as its peer.
+
+  tandem worker prefill --config tandem.toml
+  tandem worker decode  --config tandem.toml
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `up` and `worker` to the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    up = subparsers.add_parser(
+        "up", help="run a whole stack here", description=_UP, formatter_class=raw
+    )
+    add_config_flags(up)
+    up.add_argument("--port", type=int, help="port of the API (8420)")
+    up.add_argument("--only", metavar="ROLES", help="of api, prefill and decode, with commas")
+    up.set_defaults(run=run_up)
+    worker = subparsers.add_parser(
+        "worker", help="run one worker here", description=_WORKER, formatter_class=raw
+    )
+    worker.add_argument("role", choices=("prefill", "decode"))
+    add_config_flags(worker)
+    worker.set_defaults(run=run_worker)
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that every role understands."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
+    parser.add_argument("--model", metavar="NAME", help="model: a name, hub name or directory")
+
+
+def config_from(args: argparse.Namespace, **more: Any) -> Config:
+    """The configuration that these flags ask for. Raises ConfigError."""
+    flags = {"data_dir": args.data, "model": args.model, **more}
+    return load(args.config, flags)
+
+
+def run_up(args: argparse.Namespace) -> int:
+    """Run a stack until told to stop. Exit status 0 after a clean stop, 1 after a failure."""
+    config = config_from(args, **{"api.port": args.port})
+    console = Console(stderr=True, highlight=False)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    roles = chosen_roles(args.only, config)
+    if "api" in roles:
+        check_port(config)  # before a download, too
+    stack = Stack(fetch_model(config, console), roles)
+    config = stack.config
+    stack.supervisor.install_signals()
+    try:
+        stack.start(console.print)
+        stack.wait_ready()
+        if "api" in roles:
+            console.print(f"api      {config.api_url}/v1   model {config.model_name}")
+            console.print(f"queues   {config.api_url}/rq")
+        console.print("ready; Ctrl-C drains and stops")
+        stack.supervisor.run()
+    except StackFailed as error:
+        if stack.supervisor.stopping:
+            return 0
+        console.print(f"tandem: {error}", style="red", markup=False)
+        return 1
+    finally:
+        console.print("stopping")
+        stack.stop()
+    return 0
+
+
+def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
+    """The roles that `--only` names; all of them without it. Raises ConfigError."""
+    if only is None:
+        return ROLES
+    roles = frozenset(name.strip() for name in only.split(",") if name.strip())
+    if not roles or roles - ROLES:
+        raise ConfigError(
+            f"--only = {only!r} is not accepted: name some of {', '.join(sorted(ROLES))}"
+        )
+    if roles != ROLES and not config.redis.url:
+        raise ConfigError(
+            "--only needs a Redis that the other machines reach: set redis.url or REDIS_URL"
+        )
+    if "api" in roles and "decode" not in roles:
+        raise ConfigError(
+            "the API reads conversations from the decode worker's store on its own machine: "
+            "use --only api,decode"
+        )
+    return roles
+
+
+def run_worker(args: argparse.Namespace) -> int:
+    """Become the worker process; does not return."""
+    config = config_from(args)
+    data_dir.prepare(config)
+    try:
+        redis_server.probe(config.redis_url, REDIS_SECONDS)
+    except redis_server.RedisUnavailable as error:
+        raise ConfigError(str(error)) from None
+    config = fetch_model(config, Console(stderr=True, highlight=False))
+    command = [sys.executable, "-P", "-m", f"worker_{args.role}"]
+    os.execve(command[0], command, resolved_environment(config))
+
+
+def fetch_model(config: Config, console: Console) -> Config:
+    """Make sure of the model's files, with a progress bar while that takes time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    shown = console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total or None)
+                if not shown:
+                    console.print(f"model    {config.model_name}: {stage}")
+            bar.update(tasks[stage], completed=done, total=total or None)
+
+        return model_files.ensure(config, show)

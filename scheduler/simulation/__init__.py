@@ -1,0 +1,1 @@
+"""Recorded workloads run against the scheduling rule."""
