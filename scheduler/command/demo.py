@@ -44,6 +44,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
     parser.add_argument("--keep", action="store_true", help="leave the stack running until Ctrl-C")
     parser.add_argument("--tokens", type=int, default=64, help="length of each answer (64)")
+    parser.add_argument(
+        "--words", type=int, default=0, help="read so many words of the story only (0: all, 1616)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; the exit status is its verdict."""
     if args.tokens < 1:
         raise ConfigError(f"--tokens = {args.tokens} is not accepted: give 1 or more")
+    if args.words < 0:
+        raise ConfigError(f"--words = {args.words} is not accepted: give 0 (all) or more")
     user = load(args.config, {"model": args.model})
     console = Console(stderr=args.json, highlight=False, quiet=args.json)
     base = args.data.expanduser() if args.data else Path(tempfile.gettempdir())
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     _end_like_ctrl_c()
     try:
         config = fetch_model(demo_config(user, directory), Console(stderr=True))
-        demo = Demo(config, console, args.tokens)
+        demo = Demo(config, console, args.tokens, args.words)
         outcome = demo.run()
         show(outcome, console)
         if args.json:

@@ -33,10 +33,11 @@ RESTART_SECONDS = 600.0
 class Demo:
     """A private stack and one conversation on it. `run` once, always `close`."""
 
-    def __init__(self, config: Config, console: Console, tokens: int) -> None:
+    def __init__(self, config: Config, console: Console, tokens: int, words: int = 0) -> None:
         self._config = config
         self._console = console
         self._tokens = tokens
+        self._words = words
         self._stack = Stack(config)
         self._http = httpx.Client(base_url=config.api_url, timeout=600)
         self._store = StoreClient(config.store_socket)
@@ -52,6 +53,8 @@ class Demo:
             self._stack.wait_ready()
         self._keeper.start()
         text = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
+        if self._words:
+            text = " ".join(text.split()[: self._words])
         say(f"\n[bold]1. a long prompt[/]: {len(text.split())} words, then: {FIRST_QUESTION}")
         cold = self._ask(f"{text}\n\n{FIRST_QUESTION}")
         with self._step("idle: the conversation moves from the model's memory to the store"):
@@ -260,7 +263,7 @@ class Demo:
         new = resumed["tandem"]["prompt_tokens"] - saved["tokens"]
         computed = resumed["tandem"]["computed_tokens"]
         handoff = cold["tandem"]["handoff"] or {}
-        long_enough = cold["tandem"]["prompt_tokens"] >= MIN_TOKENS
+        long_enough = bool(self._words) or cold["tandem"]["prompt_tokens"] >= MIN_TOKENS
         moved = handoff.get("path") not in (None, "none")
         restored = resumed["tandem"]["path"] == "restored"
         return {

@@ -6,6 +6,7 @@ import shutil
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
 from openai import OpenAI
 from stack_kit import Running, short_directory, text_of
 
@@ -64,6 +65,7 @@ def test_cold_state_crosses_the_link(stack: Running) -> None:
     assert facts["computed_tokens"] == facts["prompt_tokens"]
 
 
+@pytest.mark.rotate(2)
 def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
     directory = short_directory()
     stack = Running(model_dir, directory, store={"idle_seconds": 3600.0})

@@ -6,6 +6,7 @@ import os
 import signal
 from importlib.resources import files
 
+import pytest
 from stack_kit import Running, text_of
 
 TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
@@ -22,6 +23,7 @@ def assert_ended_once(stack: Running, identity: str) -> None:
     assert stack.output_ids(identity) == stack.solo(identity)
 
 
+@pytest.mark.rotate(2)
 def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
     identity = stack.post(
         input=f"{TEXT[:4000]}\n\nWho fell?", background=True, max_output_tokens=8
@@ -37,6 +39,7 @@ def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
     assert_ended_once(stack, identity)
 
 
+@pytest.mark.rotate(2)
 def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None:
     identity = stack.post(
         input=f"{TEXT[:1500]}\n\nTell the story again.", background=True, max_output_tokens=48
@@ -54,6 +57,7 @@ def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None
     assert_ended_once(stack, identity)
 
 
+@pytest.mark.rotate(2)
 def test_api_and_redis_killed_while_an_answer_is_written(stack: Running) -> None:
     identity = stack.post(input=f"{TEXT[:1000]}\n\nGo on.", background=True, max_output_tokens=32)[
         "id"

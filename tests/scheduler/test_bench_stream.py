@@ -10,6 +10,7 @@ from scheduler.bench import stream as bench_stream
 from scheduler.record import JobError
 
 
+@pytest.mark.rotate(3)
 def test_a_short_run_reports_both_servers() -> None:
     report = bench_stream.run(clients=3, rate=300.0, seconds=0.2, rounds=1)
     assert report["steps"] == 20

@@ -36,7 +36,7 @@ from store.store import Store
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 PLANS = plans()
 RUNS = 208
-SAMPLE = 6
+SAMPLE = 3
 JOBS = 6
 #: A process that was started anew just now has no handler yet: the signal itself ends it.
 STOPPED = {0, -signal.SIGTERM}

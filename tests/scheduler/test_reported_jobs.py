@@ -172,6 +172,7 @@ def test_a_cancel_is_not_a_failure(client: redis.Redis, redis_url: str, jobs: Jo
         assert client.llen("rq:queue:decode") == 0, "it is not tried again"
 
 
+@pytest.mark.rotate(3)
 def test_what_waits_for_a_lost_peer_is_quiet(
     client: redis.Redis, redis_url: str, jobs: Jobs
 ) -> None:
