@@ -30,7 +30,10 @@ class Row:
 
     `caches` hold exactly the tokens `ids`; `pending` (at least one) are fed next, the last of them
     in a decode step. `emitted` are tokens that an earlier attempt already gave out: they are fed
-    again, never drawn again. `schedule` says how the held state was made, `rope_delta` is the
+    again, never drawn again. `said` are tokens of the answer before those which are not fed either,
+    because the state came with them: `ids` end with all of them but the last, which is the one
+    pending token. What follows is drawn as if the answer had begun here: penalties, stop strings,
+    grammar and length count them. `schedule` says how the held state was made, `rope_delta` is the
     model's position offset, `text` turns tokens into text and finds stop strings. `lengths` are
     the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
     make a state again exactly as it was made. `grammar` says which tokens may come.
@@ -41,6 +44,7 @@ class Row:
     pending: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     emitted: Sequence[int] = ()
+    said: Sequence[int] = ()
     schedule: Sequence[Sequence[int] | int] = ()
     rope_delta: int = 0
     text: TextStream | None = None
@@ -95,6 +99,7 @@ class _Active:
         self.chunks.reverse()
         self.generated: Counter[int] = Counter()
         self.count = 0
+        self.over: Finish | None = None  # what was said before has ended the answer
         self.widths: Counter[int] = Counter()
 
     def fed(self, length: int) -> None:
@@ -168,6 +173,9 @@ class Batch:
         self.model.check_ids(row.ids)
         self.model.check_ids(row.pending)
         self.model.check_ids(row.emitted)
+        said = list(row.said)
+        if said and [*row.ids[len(row.ids) - len(said) + 1 :], *row.pending] != said:
+            raise ValueError("the state does not end with what the answer has said")
         row.params.check(self.model.vocab_size)
         if row.params.stop and row.text is None:
             raise ValueError("stop strings need a TextStream")
@@ -180,7 +188,12 @@ class Batch:
         if row.lengths and (sum(row.lengths) != len(row.pending) - 1 or min(row.lengths) < 1):
             raise ValueError("the lengths do not cover the pending tokens but the last")
         uid = next(self._uids)
-        self._rows[uid] = _Active(uid, row, self._chunk)
+        active = _Active(uid, row, self._chunk)
+        for position, token in enumerate(said, length - len(said)):
+            if active.over:
+                raise ValueError(f"the answer ends before token {position}")
+            _, active.over = self._count(active, token, position)
+        self._rows[uid] = active
         return uid
 
     def cancel(self, uid: int) -> Event:
@@ -198,7 +211,13 @@ class Batch:
         Every event's token has been chosen and not yet fed. A row whose computation fails ends with
         an event "error"; the others go on.
         """
-        events: list[Event] = []
+        over = [
+            (row, Event(row.uid, position=len(row.ids), finish=row.over))
+            for row in self._rows.values()
+            if row.over
+        ]
+        self._end(over)
+        events = [event for _, event in over]
         extended = next((row for row in self._rows.values() if row.chunks), None)
         if extended is not None:
             try:
@@ -353,24 +372,9 @@ class Batch:
         if forced:
             token = row.forced.pop()
         row.pending = [token]
-        row.generated[token] += 1
-        row.count += 1
         position = len(row.ids)
         event = Event(row.uid, token, position)
-        if token in row.params.stop_ids:
-            event.finish = "stop"
-        else:
-            if row.grammar is not None:
-                row.grammar.accept(token)
-            if row.text is not None:
-                event.text = row.text.push(token)
-                if row.text.stopped:
-                    event.finish = "stop"
-        full = position + 1 >= self.model.context_length
-        if event.finish is None and (row.count >= row.params.max_tokens or full):
-            event.finish = "length"
-        if event.finish and row.text is not None:
-            event.text += row.text.finish()
+        event.text, event.finish = self._count(row, token, position)
         if forced:
             if event.finish is None:
                 return None
@@ -379,6 +383,28 @@ class Batch:
             event.logprob = _number(logprobs[i][token])
             event.top = top_tokens(logprobs[i], row.params.top_logprobs)
         return event
+
+    def _count(self, row: _Active, token: int, position: int) -> tuple[str, Finish | None]:
+        """Take `token` as the answer's next: the text that becomes certain, and how it ends."""
+        row.generated[token] += 1
+        row.count += 1
+        text = ""
+        finish: Finish | None = None
+        if token in row.params.stop_ids:
+            finish = "stop"
+        else:
+            if row.grammar is not None:
+                row.grammar.accept(token)
+            if row.text is not None:
+                text = row.text.push(token)
+                if row.text.stopped:
+                    finish = "stop"
+        full = position + 1 >= self.model.context_length
+        if finish is None and (row.count >= row.params.max_tokens or full):
+            finish = "length"
+        if finish and row.text is not None:
+            text += row.text.finish()
+        return text, finish
 
     def _end(self, ended: list[tuple[_Active, Event]]) -> None:
         """Hand each row's state to its event and let the row go."""
