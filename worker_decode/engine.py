@@ -93,17 +93,20 @@ class Engine:
 
     def add(self, execution: Execution, job: Job) -> None:
         """Find the job's state and start its row. Raises SendBack, JobError."""
-        start = self._starts.find(job)
+        emitted = execution.replay.ids
+        start = self._starts.find(job, emitted)
         try:
             params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)
             reader = Reader(job, self._tokenizer, params.stop)
-            ids = job.prompt_ids
+            held, ids = len(start.ids), [*job.prompt_ids, *emitted]
+            said = max(0, held - job.prompt_tokens + 1)  # of the answer, with the pending token
             row = Row(
                 caches=start.caches,
                 ids=start.ids,
-                pending=ids[len(start.ids) :],
+                pending=ids[held : max(job.prompt_tokens, held + 1)],
                 params=params,
-                emitted=execution.replay.ids,
+                emitted=emitted[said:],
+                said=emitted[:said],
                 schedule=start.schedule,
                 rope_delta=start.rope_delta,
                 text=reader.stream(),

@@ -61,15 +61,16 @@ class Starts:
         self._inbox = inbox
         self._local = local_prefill_tokens
 
-    def find(self, job: Job) -> Start:
+    def find(self, job: Job, emitted: Sequence[int] = ()) -> Start:
         """The state to continue from; every candidate's token ids are compared with the prompt's.
 
+        `emitted` is what the answer has said already: a state that arrives may hold some of it.
         Raises SendBack when a long prompt's state is gone and the prefill node should do it again.
         """
         ids = job.prompt_ids
         notes: list[str] = []
         start = (
-            self._arrived(job, ids, notes)
+            self._arrived(job, [*ids, *emitted], notes)
             or self._from_memory(job, ids, notes)
             or self._from_store(job, ids, notes)
         )
