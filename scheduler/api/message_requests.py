@@ -25,6 +25,7 @@ class Block(Shape):
     tool_use_id: Name | None = None
     content: Any = None
     thinking: Text | None = None
+    signature: Text | None = None
 
 
 def _kind(value: Any) -> str:
@@ -39,9 +40,9 @@ Blocks = Annotated[
 
 
 class AnthropicMessage(Shape):
-    """One message."""
+    """One message; `system` ones may stand between the others."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
@@ -58,6 +59,7 @@ class AnthropicTool(Shape):
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class ToolChoice(Shape):
@@ -69,9 +71,24 @@ class ToolChoice(Shape):
 
 
 class Thinking(Shape):
-    """Whether the model is to think."""
+    """Whether the model is to think, and whether its thoughts are shown."""
 
     type: Name
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Shape):
+    """Form of the text."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Shape):
+    """How much the model is to think, and the form of its text."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(Shape):
@@ -83,6 +100,7 @@ class CountRequest(Shape):
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -102,7 +120,7 @@ class MessagesRequest(CountRequest):
 
 def to_response_request(body: CountRequest) -> ResponseRequest:
     """The same request in the terms of the Responses API. Raises Fault for what is not served."""
-    if body.messages[-1].role != "user":
+    if body.messages[-1].role == "assistant":
         raise bad("the last message must be the user's: an answer cannot be begun for the model")
     items: list[dict[str, Any]] = []
     for index, message in enumerate(body.messages):
@@ -119,6 +137,7 @@ def to_response_request(body: CountRequest) -> ResponseRequest:
                 "name": tool.name,
                 "description": tool.description,
                 "parameters": tool.input_schema,
+                "strict": tool.strict,
             }
             for tool in body.tools
         ]
@@ -128,9 +147,13 @@ def to_response_request(body: CountRequest) -> ResponseRequest:
             "tool": {"type": "function", "name": choice.name},
         }.get(choice.type, choice.type)
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    if body.thinking is not None:
-        effort = "none" if body.thinking.type == "disabled" else "medium"
-        fields["reasoning"] = {"effort": effort}
+    config = body.output_config or OutputConfig()
+    if body.thinking is not None or config.effort is not None:
+        off = body.thinking is not None and body.thinking.type == "disabled"
+        fields["reasoning"] = {"effort": "none" if off else config.effort or "medium"}
+    if config.format is not None:
+        form = {"type": "json_schema", "name": "answer", "schema": config.format.json_schema}
+        fields["text"] = {"format": form}
     if isinstance(body, MessagesRequest):
         fields |= {
             "max_output_tokens": body.max_tokens,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Header, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
@@ -20,7 +20,7 @@ from scheduler.api.items import output_items
 from scheduler.api.lookup import find_job
 from scheduler.api.message_requests import CountRequest, MessagesRequest, to_response_request
 from scheduler.api.stream import EventStream, frame
-from scheduler.api.view import response_object
+from scheduler.api.view import facts, response_object
 from scheduler.delivery import abandon, follow, wait
 from scheduler.record import Job
 
@@ -30,13 +30,19 @@ def router(backend: Backend) -> APIRouter:
     routes = APIRouter(prefix=ANTHROPIC, tags=["messages"])
 
     @routes.post("")
-    async def create_message(request: Request, body: MessagesRequest) -> Response:
-        accepted = await run_in_threadpool(accept, backend, to_response_request(body))
+    async def create_message(
+        request: Request,
+        body: MessagesRequest,
+        idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    ) -> Response:
+        wanted = to_response_request(body)
+        accepted = await run_in_threadpool(accept, backend, wanted, idempotency_key)
         headers = {"request-id": accepted.id}
         stops = body.stop_sequences or []
+        shown = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
             return EventStream(
-                _events(backend, accepted.id, stops),
+                _events(backend, accepted.id, stops, shown),
                 on_gone=lambda: abandon(backend, accepted.id),
                 headers=headers,
             )
@@ -48,10 +54,11 @@ def router(backend: Backend) -> APIRouter:
             raise Fault(500, made["error"]["message"], retry=False)
         reason, stop = await run_in_threadpool(_stop, backend, job, stops)
         message = _message(job) | {
-            "content": content(output_items(job.id, job.output, job.status)),
+            "content": content(output_items(job.id, job.output, job.status), shown=shown),
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": _usage(job),
+            "tandem": facts(job) | {"response": job.id},
         }
         return JSONResponse(message, headers=headers)
 
@@ -62,23 +69,35 @@ def router(backend: Backend) -> APIRouter:
     return routes
 
 
-def content(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output items as blocks of content; texts that say nothing are left out."""
+def content(items: Sequence[dict[str, Any]], *, shown: bool = True) -> list[dict[str, Any]]:
+    """Output items as blocks of content; texts that say nothing are left out.
+
+    Unless `shown`, thoughts are empty. A thought's signature names the answer that it belongs to.
+    """
     blocks: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call":
-            arguments = json.loads(item["arguments"] or "{}")
-            call = {"id": item["call_id"], "name": item["name"], "input": arguments}
+            call = {"id": item["call_id"], "name": item["name"], "input": _arguments(item)}
             blocks.append({"type": "tool_use", **call})
             continue
         for part in item.get("content") or ():
             if text := part.get("text"):
+                thought = {"thinking": text if shown else "", "signature": item["id"]}
                 blocks.append(
-                    {"type": "thinking", "thinking": text, "signature": ""}
+                    {"type": "thinking", **thought}
                     if item["type"] == "reasoning"
                     else {"type": "text", "text": text}
                 )
     return blocks
+
+
+def _arguments(item: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments as an object; text that is none is passed on under a name."""
+    try:
+        value = json.loads(item["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        value = item["arguments"]
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _message(job: Job) -> dict[str, Any]:
@@ -94,7 +113,7 @@ def _message(job: Job) -> dict[str, Any]:
     }
 
 
-def _usage(job: Job) -> dict[str, int]:
+def _usage(job: Job) -> dict[str, Any]:
     """Token counts; here, unlike elsewhere, cached tokens are not among the input tokens."""
     told = job.usage or {}
     cached = int(told.get("cached_tokens", 0 if job.ended else job.held_tokens))
@@ -103,6 +122,7 @@ def _usage(job: Job) -> dict[str, int]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": int(told.get("output_tokens", 0)),
+        "output_tokens_details": {"thinking_tokens": int(told.get("reasoning_tokens", 0))},
     }
 
 
@@ -124,13 +144,13 @@ def _stop(backend: Backend, job: Job, stops: Sequence[str]) -> tuple[str, str | 
 
 
 async def _events(
-    backend: Backend, response: str, stops: Sequence[str]
+    backend: Backend, response: str, stops: Sequence[str], shown: bool
 ) -> AsyncGenerator[bytes, None]:
     """Anthropic's server-sent events; pings while nothing else comes."""
     job = await run_in_threadpool(find_job, backend, response)
     yield frame({"type": "message_start", "message": _message(job)})
     yield frame({"type": "ping"})
-    blocks = _Blocks()
+    blocks = _Blocks(shown)
     async with contextlib.aclosing(follow(backend, response)) as followed:
         async for event in followed:
             kind = "ping" if event is None else event["type"]
@@ -159,9 +179,11 @@ async def _events(
 class _Blocks:
     """Blocks of content, one after another, from the events of a response."""
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
         self._index = -1
         self._kind = ""
+        self._signature = ""
 
     def tell(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What an event means here; mostly nothing or one delta."""
@@ -178,6 +200,9 @@ class _Blocks:
         if kind == "response.reasoning_text.delta" and event["delta"]:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
             begun = self._begin("thinking", empty)
+            self._signature = event["item_id"]
+            if not self._shown:
+                return begun
             return [*begun, self._delta({"type": "thinking_delta", "thinking": event["delta"]})]
         if kind == "response.output_item.done":
             return self.close()
@@ -187,8 +212,12 @@ class _Blocks:
         """End the open block, if there is one."""
         if not self._kind:
             return []
+        stop = {"type": "content_block_stop", "index": self._index}
+        signed = self._kind == "thinking"
         self._kind = ""
-        return [{"type": "content_block_stop", "index": self._index}]
+        if not signed:
+            return [stop]
+        return [self._delta({"type": "signature_delta", "signature": self._signature}), stop]
 
     def _begin(self, kind: str, block: dict[str, Any]) -> list[dict[str, Any]]:
         if self._kind == kind != "tool_use":

@@ -75,7 +75,7 @@ def build(
     """
 
     def render(messages: Sequence[Message]) -> Rendering:
-        return tokenizer.render(messages, tools=tools, options=options)
+        return tokenizer.render(placed(tokenizer, messages), tools=tools, options=options)
 
     if parent is None:
         return Prompt(tokenizer.encode(render(messages_of(items, instructions))), 0, False)
@@ -108,7 +108,7 @@ def _splice(
     seam = around.text.index(_ANSWER)
     tail = around.text[seam + len(_ANSWER) :]
     head = tokenizer.render(
-        messages_of(parent.items, parent.instructions),
+        placed(tokenizer, messages_of(parent.items, parent.instructions)),
         tools=parent.tools,
         options=parent.options,
     ).text
@@ -199,6 +199,15 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     if leading:
         messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
     return messages
+
+
+def placed(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
+    """The messages as the template shows all of them: where it leaves out system messages that
+    come after the first, or refuses them, they are the user's."""
+    first, rest = list(messages[:1]), messages[1:]
+    if all(m["role"] != "system" for m in rest) or tokenizer.late_system:
+        return [*first, *rest]
+    return [*first, *({**m, "role": "user"} if m["role"] == "system" else m for m in rest)]
 
 
 def text_of(content: Any, between: str = "\n") -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_PROBE = "Q1system7c20b5f3d8Q"
 Message = dict[str, Any]
 """One chat message as templates take it: role, content and perhaps tool_calls, name."""
 
@@ -95,6 +96,7 @@ class Tokenizer:
         )
         self.vocab_size = len(hf)
         self.template = _template(hf.chat_template)
+        self._late_system: bool | None = None
         self._longest = max((len(token) for token in hf.get_vocab()), default=1)
 
     @classmethod
@@ -129,6 +131,18 @@ class Tokenizer:
             context_length=_context_length(config, hf),
             eos_ids=_eos_ids(config, generation, hf),
         )
+
+    @property
+    def late_system(self) -> bool:
+        """Whether the template shows a system message that is not the first. Found by trying."""
+        if self._late_system is None:
+            turns = [("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c")]
+            try:
+                shown = self.render([{"role": role, "content": text} for role, text in turns])
+                self._late_system = _PROBE in shown.text
+            except TemplateError:
+                self._late_system = False
+        return self._late_system
 
     def render(
         self,

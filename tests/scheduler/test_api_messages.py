@@ -118,7 +118,7 @@ def test_tool_calls_of_the_past(stack: Stack) -> None:
     ("change", "status", "kind"),
     [
         ({"messages": []}, 400, "invalid_request_error"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": 1}]}, 400, "invalid_request_error"),
         ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, 400, "invalid_request_error"),
