@@ -11,7 +11,6 @@ import hashlib
 import ipaddress
 import json
 import os
-import re
 import sys
 import tempfile
 import tomllib
@@ -20,14 +19,35 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from scheduler.passwords import ConfigError, Passwords, User, with_password, without_password
+from scheduler.sections import (
+    ApiConfig,
+    DecodeConfig,
+    DeviceConfig,
+    JobsConfig,
+    LinkConfig,
+    PrefillConfig,
+    RedisConfig,
+    Section,
+    StoreConfig,
+    UpkeepConfig,
+)
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DecodeConfig",
+    "JobsConfig",
+    "LinkConfig",
+    "load",
+    "without_password",
+]
 
 RESOLVED = "TANDEM_RESOLVED"
 DEFAULT_MODEL = "smollm2-135m-instruct"
-
-
-class ConfigError(Exception):
-    """A setting is wrong; the message names the key, the value and what is accepted."""
+Role = Literal["api", "prefill", "decode"]
 
 
 def default_data_dir() -> Path:
@@ -48,143 +68,7 @@ def default_models_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "models"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-class RedisConfig(_Section):
-    url: str = Field("", description="redis:// or unix:// URL; empty: Tandem runs its own server")
-
-    @field_validator("url")
-    @classmethod
-    def _scheme(cls, value: str) -> str:
-        if value and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://, or be empty")
-        try:
-            port = urlsplit(value).port
-        except ValueError:
-            port = 0
-        if port == 0:
-            raise ValueError("the port must be a number from 1 to 65535")
-        return value
-
-
-class ApiConfig(_Section):
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: Annotated[int, Field(ge=0, le=65535)] = 8420
-    token: str = Field("", description="bearer token; required when host is not loopback")
-    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
-    aliases: tuple[str, ...] = Field(
-        (), description="names, or patterns such as gpt-*, that stand for the served model as well"
-    )
-
-    @field_validator("aliases", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        # An environment variable is one text.
-        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
-class PrefillConfig(_Section):
-    chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
-        0, description="tokens per forward pass; 0: 8192 on Metal, 256 on a CPU"
-    )
-    small_chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
-        0,
-        description="tokens per forward pass while a short interactive job waits; "
-        "0: 2048 on Metal, on a CPU as the chunk",
-    )
-
-
-class DecodeConfig(_Section):
-    slots: Annotated[int, Field(ge=1, le=256)] = Field(8, description="rows decoded at once")
-    max_output_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        512, description="used when a request gives no limit"
-    )
-    local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
-        2048, description="a longer prompt whose state was lost goes back to the prefill node"
-    )
-
-
-class StoreConfig(_Section):
-    size_gb: Annotated[float, Field(gt=0, le=16384)] = Field(8.0, description="cap on disk")
-    idle_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
-        30.0, description="a conversation untouched for this long moves from memory to the store"
-    )
-    save: Literal["idle", "turn"] = Field("idle", description="when cache state is written")
-    hot_gb: Annotated[float, Field(gt=0, le=16384)] = Field(
-        4.0, description="memory for conversations between turns and for received state"
-    )
-    warm_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
-        4.0, description="how much of the latest stored states is read into memory after a start"
-    )
-    owner_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
-        0.0, description="stored states of one owner; 0 for no limit"
-    )
-    daily_gb: Annotated[float, Field(ge=0, le=1048576)] = Field(
-        0.0, description="written per day before large snapshots are not saved; 0 for no limit"
-    )
-
-
-class LinkConfig(_Section):
-    backend: Literal["auto", "tcp", "rdma"] = Field(
-        "auto", description="auto: rdma where it is set up and passes its self-test, else tcp"
-    )
-    devices: str = Field("", description="file with the cable map for RDMA (JSON)")
-    host: str = Field("127.0.0.1", description="address of the link on the decode node")
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    streams: Annotated[int, Field(ge=1, le=16)] = 2
-    deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
-
-
-class JobsConfig(_Section):
-    lease_seconds: Annotated[int, Field(ge=3, le=600)] = 10
-    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
-    result_days: Annotated[float, Field(gt=0, le=3650)] = 7.0
-    drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0
-    abandon_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        30.0, description="a foreground job whose client has gone is cancelled after this long"
-    )
-    max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        10_000, description="jobs that may wait in one queue; more are refused with 429"
-    )
-    max_wait_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        0.0, description="interactive jobs with a longer predicted wait get 429; 0: never"
-    )
-    horizon_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
-        380.0, description="after about this long a normal job goes before all others"
-    )
-    interactive_weight: Annotated[float, Field(gt=0, le=100)] = Field(
-        0.5, description="below 1: interactive jobs go earlier and age faster"
-    )
-    batch_weight: Annotated[float, Field(gt=0, le=1000)] = Field(
-        4.0, description="above 1: batch jobs go later and age more slowly"
-    )
-    owner_share: Annotated[float, Field(ge=0, le=100)] = Field(
-        1.0, description="how much recent use by an owner counts against its next job"
-    )
-    preempt_gain: Annotated[float, Field(ge=1, le=1000)] = Field(
-        1.25, description="a running prefill is parked for a job that is better by this factor"
-    )
-    max_parked: Annotated[int, Field(ge=0, le=1000)] = Field(
-        4, description="unfinished prefills that may be parked at once; 0: never park"
-    )
-    parked_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        900.0, description="the finished part of a cancelled prefill is kept for this long"
-    )
-
-
-class DeviceConfig(_Section):
-    keepalive_seconds: Annotated[float, Field(ge=-1, le=3600)] = Field(
-        -1.0,
-        description="seconds between pulses that keep an idle GPU awake; 0: none, "
-        "-1: 2 on Metal and none on a CPU",
-    )
-
-
-class Config(_Section):
+class Config(Section):
     """Everything a Tandem process needs to know before it starts."""
 
     data_dir: Path = Field(default_factory=default_data_dir)
@@ -199,6 +83,9 @@ class Config(_Section):
         None,
         description="directory of the model's files; found from `model` at start when not given",
     )
+    roles: tuple[Role, ...] = Field(
+        (), description="what `tandem up` runs here: api, prefill, decode; empty: all"
+    )
     redis: RedisConfig = Field(default_factory=RedisConfig)
     api: ApiConfig = Field(default_factory=ApiConfig)
     prefill: PrefillConfig = Field(default_factory=PrefillConfig)
@@ -207,6 +94,14 @@ class Config(_Section):
     link: LinkConfig = Field(default_factory=LinkConfig)
     jobs: JobsConfig = Field(default_factory=JobsConfig)
     device: DeviceConfig = Field(default_factory=DeviceConfig)
+    upkeep: UpkeepConfig = Field(default_factory=UpkeepConfig)
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return value
 
     @field_validator("data_dir", "models_dir", "model_dir", mode="before")
     @classmethod
@@ -249,8 +144,19 @@ class Config(_Section):
 
     @property
     def redis_url(self) -> str:
-        """URL of the Redis in use: the configured one, or our own server's socket."""
-        return self.redis.url or f"unix://{self.redis_socket}?db=0"
+        """URL by which workers reach the Redis in use."""
+        return self.redis_url_of("worker")
+
+    def redis_url_of(self, user: User) -> str:
+        """URL of the Redis in use, the configured one or our own server's socket, as `user`.
+
+        Users and their passwords come from `redis.password_file`, read anew each time; one that
+        the file does not name is the worker. Raises ConfigError where the file cannot be used.
+        """
+        url = self.redis.url or f"unix://{self.redis_socket}?db=0"
+        if self.redis.password_file is None:
+            return url
+        return with_password(url, Passwords.read(self.redis.password_file), user)
 
     @property
     def api_url(self) -> str:
@@ -273,7 +179,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs", "device")
+_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs", "device",
+             "upkeep")  # fmt: skip
 _PLAIN = {"TANDEM_DATA": "data_dir", "TANDEM_MODELS": "models_dir", "TANDEM_NODE": "node",
           "TANDEM_MODEL": "model"}  # fmt: skip
 
@@ -288,7 +195,7 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
         tree = _resolved()
         source = f"the configuration of the running stack ({RESOLVED})"
     else:
-        found = _find(path, (overrides or {}).get("data_dir"))
+        found = find_file(path, (overrides or {}).get("data_dir"))
         tree = _read(found) if found else {}
         source = str(found) if found else "the defaults"
         _apply_environment(tree)
@@ -304,13 +211,33 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
             "empty: set api.token (or TANDEM_API_TOKEN), or listen on 127.0.0.1"
         )
+    _refuse_open_redis(config)
     return config
 
 
-def without_password(url: str) -> str:
-    """`url` as it may be shown: passwords are replaced."""
-    url = re.sub(r"(://[^:@/]*):.*@", r"\1:***@", url)
-    return re.sub(r"([?&]password=)[^&]*", r"\1***", url)
+def _refuse_open_redis(config: Config) -> None:
+    """Raise ConfigError where strangers could use Redis, or it would be used without a password."""
+    redis = config.redis
+    where = redis.listen_address
+    if redis.url and where:
+        raise ConfigError(
+            "redis.listen is for Tandem's own Redis, and redis.url names another: drop one of them"
+        )
+    if redis.password_file is not None:
+        return
+    if where and not is_loopback(where[0]):
+        raise ConfigError(
+            f"redis.listen = {redis.listen!r} is reachable from other machines, and "
+            "redis.password_file is empty: run `tandem init`, which makes one, or name one"
+        )
+    found = urlsplit(redis.url)
+    if redis.url.startswith("unix:") or is_loopback(found.hostname or "localhost"):
+        return
+    if not found.password and "password=" not in found.query:
+        raise ConfigError(
+            f"redis.url = {redis.url!r} is on another machine and has no password: set "
+            "redis.password_file, or put the password into REDIS_URL"
+        )
 
 
 def resolved_environment(config: Config) -> dict[str, str]:
@@ -318,7 +245,8 @@ def resolved_environment(config: Config) -> dict[str, str]:
     return {**os.environ, RESOLVED: config.model_dump_json()}
 
 
-def _find(path: Path | None, data_dir: Any) -> Path | None:
+def find_file(path: Path | None = None, data_dir: Any = None) -> Path | None:
+    """The configuration file in use, None where there is none. Raises ConfigError."""
     named = path or os.environ.get("TANDEM_CONFIG")
     if named:
         if not os.path.isfile(named):

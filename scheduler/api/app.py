@@ -65,7 +65,7 @@ def create_app(config: Config) -> FastAPI:
     for room in (responses, conversations, chat, messages, models):
         app.include_router(room.router(backend))
     _add_health(app, backend)
-    app.mount("/rq", Dashboard(config.redis_url, backend.redis))
+    app.mount("/rq", Dashboard(config.redis_url_of("dashboard"), backend.redis))
     return app
 
 

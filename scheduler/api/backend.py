@@ -40,12 +40,12 @@ class Backend:
         self.config = config
         self.model_dir: Path = config.model_dir
         self.tokenizer = Tokenizer.load(self.model_dir)
-        self.redis = connect(config.redis_url, patience=PATIENCE)
+        self.redis = connect(config.redis_url_of("api"), patience=PATIENCE)
         self.jobs = Jobs(self.redis, config.jobs)
         self.nodes = Nodes(self.redis)
         days = config.jobs.result_days
         self.threads = Threads(self.redis, config.model_name, days * 86_400)
-        self.async_redis = connect_async(config.redis_url, patience=PATIENCE)
+        self.async_redis = connect_async(config.redis_url_of("api"), patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
         self.started = int(time.time())
         self._store = StoreClient(config.store_socket, STORE_TIMEOUT)

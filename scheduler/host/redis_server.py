@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,9 @@ from redis.retry import Retry
 from scheduler.config import Config, ConfigError, load, without_password
 from scheduler.host import lifeline
 from scheduler.host.data_dir import make_private
+from scheduler.host.late_bind import keep_listening
 from scheduler.host.supervisor import CONFIGURATION
+from scheduler.passwords import Passwords, write_private
 
 MINIMUM = {"redis": (7, 0), "valkey": (7, 2)}
 #: Seconds for an earlier server of ours to write its file to the end and go.
@@ -35,6 +38,10 @@ _VERSION = re.compile(r"(?i)\b(redis|valkey)\b.*?v=(\d+)\.(\d+)")
 
 class RedisUnavailable(Exception):
     """No usable Redis; the message names the address, the cause and the cure."""
+
+
+class RedisAway(RedisUnavailable):
+    """It does not answer: it may yet start, or the cable be plugged in."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,11 @@ def find() -> Binary:
 
 
 def command(config: Config, binary: Binary) -> list[str]:
-    """The command line of our own server: private socket, no TCP port, append-only file."""
+    """The command line of our own server: private socket, append-only file.
+
+    A TCP port only with `redis.listen`; users only with `redis.password_file`, whose ACL file is
+    written here. Raises ConfigError.
+    """
     directory = config.data_dir / "redis"
     make_private(directory)
     options = {
@@ -90,6 +101,13 @@ def command(config: Config, binary: Binary) -> list[str]:
         "daemonize": "no",
         "loglevel": "notice",
     }
+    if where := config.redis.listen_address:
+        # With "-" the server starts, too, while the cable's address is not there yet.
+        options |= {"bind": f"-{where[0]}", "port": str(where[1])}
+    if config.redis.password_file is not None:
+        rules = directory / "users.acl"
+        write_private(rules, Passwords.read(config.redis.password_file).acl())
+        options["aclfile"] = str(rules)
     return [
         str(binary.path),
         *(part for key, value in options.items() for part in (f"--{key}", value)),
@@ -113,7 +131,7 @@ def probe(url: str, deadline: float) -> str:
             ) from None
         except (redis.RedisError, OSError, OverflowError) as error:
             if time.monotonic() >= end:
-                raise RedisUnavailable(
+                raise RedisAway(
                     f"Redis at {without_password(url)} is not reachable ({_short(error)}): "
                     "start it, or correct REDIS_URL / redis.url"
                 ) from None
@@ -155,15 +173,14 @@ def acquire(config: Config, patience: float = _PATIENCE) -> int:
                 f"an earlier Redis still writes {path.parent} and does not end: kill the server "
                 f"whose socket is {config.redis_socket}"
             )
-        _shut_down(config.redis_socket)
+        _shut_down(config)
         time.sleep(0.05)
 
 
-def _shut_down(socket: Path) -> None:
+def _shut_down(config: Config) -> None:
+    url = config.redis_url_of("admin")
     try:
-        with redis.Redis(
-            unix_socket_path=str(socket), socket_timeout=5, retry=Retry(NoBackoff(), 0)
-        ) as client:
+        with redis.Redis.from_url(url, socket_timeout=5, retry=Retry(NoBackoff(), 0)) as client:
             client.shutdown(nosave=True)  # the append-only file is written to its end all the same
     except (redis.RedisError, OSError):
         pass  # it is ending already, or will be seen not to
@@ -195,11 +212,16 @@ def _linger(config: Config) -> None:
     """Wait for the workers to hand their jobs back: they, too, end with the supervisor."""
     end = time.monotonic() + config.jobs.drain_seconds + _PATIENCE
     try:
-        with redis.Redis.from_url(config.redis_url, socket_timeout=5) as client:
-            while time.monotonic() < end and client.info("clients")["connected_clients"] > 1:
+        with redis.Redis.from_url(config.redis_url_of("admin"), socket_timeout=5) as client:
+            while time.monotonic() < end and _local_clients(client) > 1:
                 time.sleep(0.1)
     except (redis.RedisError, OSError):
         pass  # it is ending already
+
+
+def _local_clients(client: redis.Redis) -> int:
+    """Clients on this machine: those of others are not waited for."""
+    return sum(one["addr"].startswith("/") for one in client.client_list())
 
 
 def main() -> int:
@@ -208,6 +230,8 @@ def main() -> int:
         config = load()
         binary = find()
         lock = acquire(config)
+        if config.redis.listen_address:
+            threading.Thread(target=keep_listening, args=(config,), daemon=True).start()
         return lifeline.main(command(config, binary), [lock], lambda: _linger(config))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ WORKERS: tuple[Role, ...] = ("decode", "prefill")
 ROLES = frozenset({"api", *WORKERS})
 REDIS_SECONDS = 2.0
 """How long a configured Redis may take to answer."""
+SAY_EVERY = 30.0
+"""Seconds between two lines about what is still awaited."""
 MAX_RESTARTS = 3
 LOADING_SECONDS = 300.0
 """How long our own may take to read its append-only file."""
@@ -70,7 +73,7 @@ class Stack:
         if not self.config.redis.url:
             say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
             self._add("redis", stop_last=True)
-        say(f"redis    {self._wait_for_redis()} answers")
+        say(f"redis    {self._wait_for_redis(say)} answers")
         for name in (*WORKERS, "api"):
             if name in self.roles:
                 self._add(name)
@@ -108,13 +111,32 @@ class Stack:
         command = [sys.executable, "-P", "-m", *MODULES[name]]
         self.supervisor.add(Service(name, command, log_file, stop_last))
 
-    def _wait_for_redis(self) -> str:
-        """Name and version of the server that answers."""
-        if self.config.redis.url:
+    def _wait_for_theirs(self, say: Callable[[str], None]) -> str:
+        """Name and version of the configured server.
+
+        A part of a stack waits for it, for it may start later than this machine; a whole stack
+        does not.
+        """
+        said = float("-inf")
+        while True:
             try:
-                return redis_server.probe(self.config.redis.url, REDIS_SECONDS)
+                return redis_server.probe(self.config.redis_url, REDIS_SECONDS)
+            except redis_server.RedisAway as error:
+                if self.roles == ROLES:
+                    raise ConfigError(str(error)) from None
+                if time.monotonic() - said >= SAY_EVERY:
+                    said = time.monotonic()
+                    say(f"redis    waiting: {error}")
             except redis_server.RedisUnavailable as error:
                 raise ConfigError(str(error)) from None
+            if self.supervisor.stopping:
+                raise StackFailed("stopped before it was ready")
+            self.supervisor.tick(0.5)
+
+    def _wait_for_redis(self, say: Callable[[str], None]) -> str:
+        """Name and version of the server that answers."""
+        if self.config.redis.url:
+            return self._wait_for_theirs(say)
         found = ""
         service = self.supervisor.find("redis")
 

@@ -45,7 +45,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_config_flags(up)
     up.add_argument("--port", type=int, help="port of the API (8420)")
-    up.add_argument("--only", metavar="ROLES", help="of api, prefill and decode, with commas")
+    up.add_argument(
+        "--only", metavar="ROLES", help="of api, prefill and decode, with commas (roles)"
+    )
     up.set_defaults(run=run_up)
     worker = subparsers.add_parser(
         "worker", help="run one worker here", description=_WORKER, formatter_class=raw
@@ -100,17 +102,19 @@ def run_up(args: argparse.Namespace) -> int:
 
 
 def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
-    """The roles that `--only` names; all of them without it. Raises ConfigError."""
-    if only is None:
+    """The roles that `--only`, else the configuration, names; else all. Raises ConfigError."""
+    if only is None and not config.roles:
         return ROLES
-    roles = frozenset(name.strip() for name in only.split(",") if name.strip())
+    names = config.roles if only is None else only.split(",")
+    roles = frozenset(name.strip() for name in names if name.strip())
     if not roles or roles - ROLES:
         raise ConfigError(
             f"--only = {only!r} is not accepted: name some of {', '.join(sorted(ROLES))}"
         )
-    if roles != ROLES and not config.redis.url:
+    if roles != ROLES and not config.redis.url and not config.redis.listen:
         raise ConfigError(
-            "--only needs a Redis that the other machines reach: set redis.url or REDIS_URL"
+            "a part of a stack needs a Redis that the other machine reaches: run `tandem init`, or "
+            "set redis.listen here, or redis.url or REDIS_URL"
         )
     if "api" in roles and "decode" not in roles:
         raise ConfigError(

@@ -84,11 +84,11 @@ def test_files_are_looked_for_in_order(
 
 
 def test_redis_url_yields_to_the_longer_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_REDIS_URL", "redis://b")
-    monkeypatch.setenv("REDIS_URL", "redis://a")
-    assert load().redis_url == "redis://b"
+    monkeypatch.setenv("TANDEM_REDIS_URL", "redis://:p@b")
+    monkeypatch.setenv("REDIS_URL", "redis://:p@a")
+    assert load().redis_url == "redis://:p@b"
     monkeypatch.delenv("TANDEM_REDIS_URL")
-    assert load().redis_url == "redis://a"
+    assert load().redis_url == "redis://:p@a"
 
 
 def test_empty_variables_of_paths_and_names_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:

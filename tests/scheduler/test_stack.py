@@ -255,7 +255,7 @@ def test_up_again_after_a_sudden_death_and_down_by_a_signal(
         (["up", "--model", "."], {}, ["config.json", "complete model directory"]),
         (["up", "--port", "70000"], {}, ["api.port", "70000", "the command line", "65535"]),
         (["up"], {"TANDEM_STORE_SAVE": "x"}, ["store.save", "(TANDEM_STORE_SAVE)"]),
-        (["up", "--only", "api"], {"REDIS_URL": "redis://h"}, ["--only api,decode"]),
+        (["up", "--only", "api"], {"REDIS_URL": "redis://:p@h"}, ["--only api,decode"]),
         (["up", "--only", "cook"], {}, ["'cook'", "api, decode, prefill"]),
         (["up", "--only", "prefill"], {}, ["redis.url"]),
         (["worker", "decode"], {"REDIS_URL": "redis://x@127.0.0.1:1"}, ["not reachable"]),

@@ -1,0 +1,229 @@
+"""The sections of `tandem.toml`: their keys, defaults and bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class Section(BaseModel):
+    """What all sections have in common: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class RedisConfig(Section):
+    """`[redis]`"""
+
+    url: str = Field("", description="redis:// or unix:// URL; empty: Tandem runs its own server")
+    password_file: Path | None = Field(
+        None,
+        description="file of mode 0600: the password of the URL's user, or a line `user password` "
+        "for each of admin, api, worker and dashboard",
+    )
+    listen: str = Field(
+        "", description="address:port where Tandem's own server listens for the other machine"
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _scheme(cls, value: str) -> str:
+        if value and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("must start with redis://, rediss:// or unix://, or be empty")
+        try:
+            port = urlsplit(value).port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError("the port must be a number from 1 to 65535")
+        return value
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host.strip("[]") and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError("must be address:port, such as 10.0.0.1:6379")
+        return value
+
+    @field_validator("password_file", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("password_file")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser().absolute()
+
+    @property
+    def listen_address(self) -> tuple[str, int] | None:
+        """Host and port of `listen`, or None."""
+        if not self.listen:
+            return None
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class ApiConfig(Section):
+    """`[api]`"""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Annotated[int, Field(ge=0, le=65535)] = 8420
+    token: str = Field(
+        "", description="bearer token; required when host is not loopback"
+    )
+    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_file_mb: Annotated[int, Field(ge=1, le=4096)] = Field(200, description="largest upload")
+    files_gb: Annotated[float, Field(gt=0, le=16384)] = Field(
+        4.0, description="all uploaded files, and those that batches write, together"
+    )
+    batch_lines: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        32, description="lines of one batch that wait or run at once"
+    )
+    dashboard: Literal["read-only", "cancel"] = Field(
+        "read-only", description="cancel: its Delete button cancels a job"
+    )
+    aliases: tuple[str, ...] = Field(
+        (), description="names, or patterns such as gpt-*, that stand for the served model as well"
+    )
+
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        # An environment variable is one text.
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+class PrefillConfig(Section):
+    """`[prefill]`"""
+
+    chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
+        0, description="tokens per forward pass; 0: 8192 on Metal, 256 on a CPU"
+    )
+    small_chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
+        0,
+        description="tokens per forward pass while a short interactive job waits; "
+        "0: 2048 on Metal, on a CPU as the chunk",
+    )
+
+
+class DecodeConfig(Section):
+    """`[decode]`"""
+
+    slots: Annotated[int, Field(ge=1, le=256)] = Field(8, description="rows decoded at once")
+    max_output_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        512, description="used when a request gives no limit"
+    )
+    local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
+        2048, description="a longer prompt whose state was lost goes back to the prefill node"
+    )
+
+
+class StoreConfig(Section):
+    """`[store]`"""
+
+    size_gb: Annotated[float, Field(gt=0, le=16384)] = Field(8.0, description="cap on disk")
+    idle_seconds: Annotated[float, Field(ge=0, le=86400)] = Field(
+        30.0, description="a conversation untouched for this long moves from memory to the store"
+    )
+    save: Literal["idle", "turn"] = Field("idle", description="when cache state is written")
+    hot_gb: Annotated[float, Field(gt=0, le=16384)] = Field(
+        4.0, description="memory for conversations between turns and for received state"
+    )
+    warm_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
+        4.0, description="how much of the latest stored states is read into memory after a start"
+    )
+    owner_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
+        0.0, description="stored states of one owner; 0 for no limit"
+    )
+    daily_gb: Annotated[float, Field(ge=0, le=1048576)] = Field(
+        0.0, description="written per day before large snapshots are not saved; 0 for no limit"
+    )
+
+
+class LinkConfig(Section):
+    """`[link]`"""
+
+    backend: Literal["auto", "tcp", "rdma"] = Field(
+        "auto", description="auto: rdma where it is set up and passes its self-test, else tcp"
+    )
+    devices: str = Field("", description="file with the cable map for RDMA (JSON)")
+    host: str = Field("127.0.0.1", description="address of the link on the decode node")
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    streams: Annotated[int, Field(ge=1, le=16)] = 2
+    deadline_seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
+
+
+class JobsConfig(Section):
+    """`[jobs]`"""
+
+    lease_seconds: Annotated[int, Field(ge=3, le=600)] = 10
+    max_attempts: Annotated[int, Field(ge=1, le=100)] = 3
+    result_days: Annotated[float, Field(gt=0, le=3650)] = 7.0
+    drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0
+    abandon_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        30.0, description="a foreground job whose client has gone is cancelled after this long"
+    )
+    max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        10_000, description="jobs that may wait in one queue; more are refused with 429"
+    )
+    max_wait_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        0.0, description="interactive jobs with a longer predicted wait get 429; 0: never"
+    )
+    horizon_seconds: Annotated[float, Field(gt=0, le=86_400)] = Field(
+        380.0, description="after about this long a normal job goes before all others"
+    )
+    interactive_weight: Annotated[float, Field(gt=0, le=100)] = Field(
+        0.5, description="below 1: interactive jobs go earlier and age faster"
+    )
+    batch_weight: Annotated[float, Field(gt=0, le=1000)] = Field(
+        4.0, description="above 1: batch jobs go later and age more slowly"
+    )
+    owner_share: Annotated[float, Field(ge=0, le=100)] = Field(
+        1.0, description="how much recent use by an owner counts against its next job"
+    )
+    preempt_gain: Annotated[float, Field(ge=1, le=1000)] = Field(
+        1.25, description="a running prefill is parked for a job that is better by this factor"
+    )
+    max_parked: Annotated[int, Field(ge=0, le=1000)] = Field(
+        4, description="unfinished prefills that may be parked at once; 0: never park"
+    )
+    parked_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        900.0, description="the finished part of a cancelled prefill is kept for this long"
+    )
+
+
+class DeviceConfig(Section):
+    """`[device]`"""
+
+    keepalive_seconds: Annotated[float, Field(ge=-1, le=3600)] = Field(
+        -1.0,
+        description="seconds between pulses that keep an idle GPU awake; 0: none, "
+        "-1: 2 on Metal and none on a CPU",
+    )
+
+
+class UpkeepConfig(Section):
+    """`[upkeep]`"""
+
+    check_hour: Annotated[int, Field(ge=-1, le=23)] = Field(
+        3, description="local hour at which the store is checked every night; -1: never"
+    )
+    keep_reports: Annotated[int, Field(ge=1, le=3650)] = Field(
+        30, description="reports of nightly checks that are kept"
+    )
+    log_mb: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        16, description="size at which a log is turned over"
+    )
+    log_files: Annotated[int, Field(ge=1, le=100)] = Field(
+        3, description="earlier logs of each process that are kept"
+    )
+    low_disk_gb: Annotated[float, Field(ge=0, le=16384)] = Field(
+        2.0, description="below this much free disk, states are no longer saved"
+    )
