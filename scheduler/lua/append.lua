@@ -10,7 +10,7 @@ for i = seq - args.first + 1, #args.events do fresh[#fresh + 1] = args.events[i]
 if #fresh > 0 then seq = append(args.id, fresh) end
 if args.tokens then
   redis.call('HSETNX', key, 't_first_token', stamp(NOW))
-  local status, stage = unpack(redis.call('HMGET', key, 'status', 'stage'))
-  if stage == 'decode' then move(args.id, status, 'decoding') end
+  -- Also from a prefill node, which may begin the answer.
+  move(args.id, redis.call('HGET', key, 'status'), 'decoding')
 end
 return {'ok', seq}

@@ -1,0 +1,136 @@
+"""Decoding on the prefill node while nothing waits for it.
+
+What is said here goes to the same event log, and the log is all that a later hand-off needs beside
+the state: tokens are drawn by response seed and position, and penalties, stop strings, grammar and
+length follow from the token ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from engine.decode import Batch, Event, Row
+from engine.errors import ModelError
+from engine.grammar import Vocabulary
+from engine.model import Caches, Model
+from scheduler.execution import Execution
+from scheduler.record import Job
+from worker_decode.answers import Answer, grammar, sampling
+from worker_decode.reader import Reader
+from worker_decode.starts import Start
+
+log = logging.getLogger("tandem.prefill")
+
+
+@dataclass(frozen=True)
+class Live:
+    """A conversation at one of its tokens: `caches` hold exactly `ids`, made by `schedule`."""
+
+    caches: Caches
+    ids: list[int]
+    schedule: list[list[int]]
+    tokens: int
+    seconds: float
+    ended: str
+
+    def facts(self) -> dict[str, Any]:
+        """For the hand-off's report."""
+        return {"tokens": self.tokens, "seconds": self.seconds, "ended": self.ended}
+
+
+class Late:
+    """Decodes the answer to one prompt at a time. Used on the thread that loaded the model."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Any,
+        max_output_tokens: int,
+        working: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """`max_output_tokens` where a request gives no limit; `working` wraps every step."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._limit = max_output_tokens
+        self._working = working
+        self._words: Vocabulary | None = None
+
+    def reach(self, job: Job) -> int:
+        """The most tokens that the state of `job` can hold when its answer is at its end."""
+        asked = (job.request.get("params") or {}).get("max_output_tokens")
+        longest = job.prompt_tokens + int(asked or self._limit) - 1
+        return max(job.prompt_tokens - 1, min(longest, self._model.context_length - 1))
+
+    def decode(
+        self,
+        execution: Execution,
+        job: Job,
+        caches: Caches,
+        schedule: list[list[int]],
+        stay: Callable[[], bool],
+    ) -> Live | None:
+        """Say the answer to a prompt whose last token is not yet in `caches`, while `stay()`.
+
+        None, with `caches` untouched, where the request is one that the decode node has to refuse.
+        What `stay` raises passes; the state is lost then. Raises ModelError where a step fails.
+        """
+        try:
+            batch, uid, answer = self._begin(execution, job, caches, schedule)
+        except (ModelError, ValueError) as error:
+            log.info("%s is not decoded here: %s", job.id, error)
+            return None
+        began = time.monotonic()
+        last: Event | None = None
+        while last is None:
+            if not stay():
+                last = batch.cancel(uid)
+                break
+            with self._working():
+                events = batch.step()
+            for event in events:
+                if event.finish == "error":
+                    raise ModelError(event.error)
+                answer.say(event)
+                if event.finish is not None:
+                    last = event
+        assert last.caches is not None
+        return Live(
+            last.caches,
+            last.ids,
+            last.schedule,
+            tokens=len(answer.ids),
+            seconds=time.monotonic() - began,
+            ended="" if last.finish == "cancelled" else str(last.finish),
+        )
+
+    def _begin(
+        self, execution: Execution, job: Job, caches: Caches, schedule: list[list[int]]
+    ) -> tuple[Batch, int, Answer]:
+        model, ids = self._model, job.prompt_ids
+        params = sampling(job, model.eos_ids, self._limit)
+        reader = Reader(job, self._tokenizer, params.stop)
+        start = Start("cold", caches, ids[:-1], schedule)
+        batch = Batch(model, 1)
+        uid = batch.add(
+            Row(
+                caches=caches,
+                ids=start.ids,
+                pending=ids[-1:],
+                params=params,
+                schedule=schedule,
+                text=reader.stream(),
+                grammar=grammar(job, reader, self._vocabulary),
+            )
+        )
+        return batch, uid, Answer(execution, job, start, reader, self._tokenizer, model.eos_ids)
+
+    def _vocabulary(self) -> Vocabulary:
+        if self._words is None:
+            model = self._model
+            self._words = Vocabulary(self._tokenizer, model.vocab_size, model.eos_ids)
+        return self._words
