@@ -102,10 +102,11 @@ def _decode_pairs(
     """Seconds of each block of steps: ours, bare; and the widths that our loop ran at."""
     import mlx.core as mx
 
-    from engine.decode import Batch, Row
+    from engine.decode import Batch
     from engine.merged import merge
     from engine.prefill import Prefill
     from engine.probe import token_ids
+    from engine.rows import Row
     from engine.sampling import SamplingParams
     from engine.text import TextStream, load_tokenizer
 

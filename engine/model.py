@@ -142,7 +142,14 @@ class Model:
         """Whether proposed tokens may be verified together on this device, measured once."""
         from engine.speculate import probe_verify
 
-        return probe_verify(self)
+        return probe_verify(self, 1)
+
+    @functools.cached_property
+    def verifying_rows(self) -> Batching:
+        """The same for several rows, of which each keeps another number of tokens."""
+        from engine.speculate import probe_verify
+
+        return probe_verify(self, 2)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside the vocabulary: MLX would read beyond the table."""

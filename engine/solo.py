@@ -20,10 +20,11 @@ from engine.errors import ModelError
 if __name__ == "__main__":
     prepare()  # before the imports below bring MLX in
 
-from engine.decode import Batch, Row
+from engine.decode import Batch
 from engine.images import Embedded
 from engine.model import Caches, Model, load
 from engine.prefill import Prefill, expand_schedule, plan
+from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.text import TextStream, load_tokenizer
 

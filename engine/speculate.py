@@ -1,198 +1,54 @@
 """Speculative decoding: tokens proposed, verified by one forward, and only what is right kept.
 
-A round feeds the pending token and the proposed ones, draws the target's own token at each position
-exactly as ordinary decoding would (greedy, or by seed and position), and keeps proposals while they
-are the same. What is drawn is the model's answer either way; a bad drafter costs time, not quality.
+A round feeds each row's pending token and the proposed ones, draws the target's own token at each
+position exactly as ordinary decoding would (greedy, or by seed and position), and keeps proposals
+while they are the same. What is drawn is the model's answer either way; a bad drafter costs time,
+not quality, and not much time: rounds that are slower than plain steps are given up for a while.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_vlm.speculative.common import verify_forward
-from mlx_vlm.speculative.drafters import load_drafter
-from mlx_vlm.speculative.drafters.mtp_base import AutoregressiveMTPDraftModel
 
-from engine.errors import ModelError
+from engine.drafters import Drafter
+from engine.merged import NotMergeableError, merge
 from engine.probe import TOLERANCE, Batching, largest, probe_tokens, token_ids
+from engine.rows import Active, line_of
 
 if TYPE_CHECKING:
     from engine.model import Caches, Model
 
 LONGEST = 7  # proposals; with the pending token a forward of 8, mlx-vlm's decode block
-PROBE = (4, 2)  # tokens verified at once, kept of them
-# Proposals are given up for a while when fewer than this share of the last ones was right.
+PROBE = (4, 2)  # tokens verified at once, kept of them by the first row
+# A row's proposals are given up for a while when fewer than this share of the last was right.
 LEAST_ACCEPTED, RECENT_ROUNDS, REST_ROUNDS = 0.2, 16, 64
-
-
-class Drafter(Protocol):
-    """Proposes tokens for one row at a time.
-
-    `hidden` says whether it needs the target's last hidden states. `begin` starts on a row whose
-    ids are known and whose last fed token left `hidden` (1, 1, width); `propose` returns at most
-    `count` tokens to follow `pending`; `settle` tells it how many of them were accepted and which
-    tokens came out, with the hidden states of the whole forward; `abort` undoes a proposal.
-    """
-
-    name: str
-    hidden: bool
-
-    def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None: ...
-    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]: ...
-    def settle(
-        self,
-        ids: Sequence[int],
-        drafted: Sequence[int],
-        new: Sequence[int],
-        hidden: mx.array | None,
-    ) -> None: ...
-    def abort(self) -> None: ...
-
-
-class NgramDrafter:
-    """Proposes what followed the last few tokens where they stood before.
-
-    Needs no second model, and pays where an answer repeats its prompt: code, quotations, summaries.
-    """
-
-    name = "ngram"
-    hidden = False
-
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
-        """Looks for the last `longest` tokens, then for fewer, down to `shortest`."""
-        self._sizes = range(longest, shortest - 1, -1)
-        self._at: dict[tuple[int, ...], int] = {}  # n-gram -> where what followed it stands
-        self._seen: list[int] = []
-
-    def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
-        self._at, self._seen = {}, []
-        self._learn([*ids, pending])
-
-    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
-        for size in self._sizes:
-            at = self._at.get(tuple(self._seen[-size:]))
-            if at is not None:
-                return self._seen[at : at + count]
-        return []
-
-    def settle(
-        self,
-        ids: Sequence[int],
-        drafted: Sequence[int],
-        new: Sequence[int],
-        hidden: mx.array | None,
-    ) -> None:
-        self._learn(new)
-
-    def abort(self) -> None:
-        """Nothing to undo."""
-
-    def _learn(self, tokens: Sequence[int]) -> None:
-        # An n-gram is entered once something follows it, so that it never finds itself.
-        for token in tokens:
-            end = len(self._seen)
-            for size in self._sizes:
-                if end >= size:
-                    self._at[tuple(self._seen[end - size : end])] = end
-            self._seen.append(token)
-
-
-class MtpDrafter:
-    """A model's own multi-token-prediction head, as mlx-vlm loads it.
-
-    Starts from the last hidden state alone, so nothing beside the caches is handed over.
-    """
-
-    name = "mtp"
-    hidden = True
-
-    def __init__(self, model: Model, head: Any) -> None:
-        """`head` is mlx-vlm's drafter; raises `ModelError` when it is none of this kind."""
-        if not isinstance(head, AutoregressiveMTPDraftModel):
-            raise ModelError(
-                f"{type(head).__name__} is no multi-token-prediction head of this kind"
-            )
-        self._model = model
-        self._head: Any = head
-        self._last: mx.array | None = None
-
-    @classmethod
-    def load(cls, model: Model, path: Path) -> MtpDrafter:
-        """From a drafter directory, or a checkpoint that still has its MTP layers."""
-        try:
-            head, _ = load_drafter(str(path))
-            check = getattr(head, "validate_target_compatibility", None)
-            if check is not None:
-                check(model.model)
-        except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-            raise ModelError(f"no drafter can be loaded from {path} ({error})") from error
-        return cls(model, head)
-
-    def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
-        assert hidden is not None, "the target's hidden state is asked for"
-        self._head.reset(self._model.lm)
-        last = mx.array([[ids[-1]]], dtype=mx.int32)
-        self._head.prefill_from_target_hidden(
-            last, hidden[:, -1:], pending, _greedy, mx.int32, greedy=True
-        )
-        self._last = hidden[:, -1:]
-
-    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
-        tokens: Any = self._head.draft_block(
-            pending, self._last, None, count + 1, _greedy, mx.int32, greedy=True
-        )
-        return [int(token) for token in tokens[0].tolist()]
-
-    def settle(
-        self,
-        ids: Sequence[int],
-        drafted: Sequence[int],
-        new: Sequence[int],
-        hidden: mx.array | None,
-    ) -> None:
-        assert hidden is not None, "the target's hidden states are asked for"
-        accepted = len(new) - 1
-        self._head.accept_verified_tokens(
-            hidden,
-            mx.array([list(drafted)], dtype=mx.int32),
-            accepted,
-            list(new),
-            _greedy,
-            mx.int32,
-            greedy=True,
-        )
-        self._last = hidden[:, accepted : accepted + 1]
-
-    def abort(self) -> None:
-        undo = getattr(self._head, "abort_draft_round", None)
-        if undo is not None:
-            undo()
-
-
-def _greedy(logits: mx.array) -> mx.array:
-    return mx.argmax(logits, axis=-1)
+# Rounds are compared with plain steps of the same width; each time they lose they rest for longer.
+PLAIN_STEPS, TRIED_ROUNDS, LONGEST_REST = 2, 8, 4096
 
 
 @dataclass
 class Verified:
-    """A forward of the pending token and the proposed ones, not yet kept.
+    """A forward of the pending tokens and the proposed ones, not yet kept.
 
-    `logits` (tokens, vocabulary), `hidden` (1, tokens, width) where asked for. `keep(n)` leaves
-    exactly the first n tokens in the caches; `undo` none.
+    `logits` (rows, tokens, vocabulary), `hidden` (rows, tokens, width) where asked for. `keep`
+    leaves exactly the first so many tokens of each row in the caches; `undo` none.
     """
 
     logits: mx.array
     hidden: mx.array | None
     transaction: Any
 
-    def keep(self, count: int) -> None:
+    def keep(self, counts: Sequence[int]) -> None:
         if self.transaction is not None:
-            self.transaction.commit([count])
+            self.transaction.commit(list(counts))
 
     def undo(self) -> None:
         if self.transaction is not None:
@@ -200,108 +56,269 @@ class Verified:
 
 
 def verify(
-    model: Model, tokens: Sequence[int], caches: Caches, rope_delta: int, hidden: bool
+    model: Model,
+    tokens: Sequence[Sequence[int]],
+    caches: Caches,
+    rope_deltas: Sequence[int],
+    hidden: bool,
 ) -> Verified:
-    """Feed `tokens` to a row's own caches, so that any prefix of them can be kept."""
-    ids = mx.array([list(tokens)], dtype=mx.int32)
-    arguments = model.arguments([rope_delta])
+    """Feed each row its `tokens` (all equally many), so that any prefix of them can be kept."""
+    ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
+    arguments = model.arguments(rope_deltas)
     if hidden:
         arguments["return_hidden"] = True
-    if len(tokens) == 1:  # the forward of ordinary decoding
+    if ids.shape[1] == 1:  # the forward of ordinary decoding
         output, transaction = model.lm(ids, cache=caches, **arguments), None
     else:
         output, transaction = verify_forward(model.lm, ids, caches, **arguments)
     states = output.hidden_states[-1] if hidden else None
-    return Verified(output.logits[0], states, transaction)
+    return Verified(output.logits, states, transaction)
+
+
+class Pace:
+    """Whether rounds of one batch width give more tokens a second than plain steps."""
+
+    def __init__(self, width: int) -> None:
+        self.rest = 0
+        self._width = width
+        self._plain: deque[float] = deque(maxlen=TRIED_ROUNDS)
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=TRIED_ROUNDS)
+        self._next_rest = REST_ROUNDS
+
+    @property
+    def known(self) -> bool:
+        """Whether there is something to compare rounds with."""
+        return len(self._plain) >= PLAIN_STEPS
+
+    def plain(self, seconds: float) -> None:
+        """A plain step took so long."""
+        self._plain.append(seconds)
+
+    def round(self, tokens: int, seconds: float) -> None:
+        """A round with proposals gave so many tokens, over all rows, in so many seconds."""
+        self._rounds.append((tokens, seconds))
+        if len(self._rounds) < TRIED_ROUNDS or not self.known:
+            return
+        given, spent = (sum(column) for column in zip(*self._rounds, strict=True))
+        if given * statistics.median(self._plain) >= self._width * spent:
+            self._next_rest = REST_ROUNDS
+            return
+        self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+        self._rounds.clear()
+        self._plain.clear()
+
+
+class _Follower:
+    """A drafter on one row, and how often it is right."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.rest = 0
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_ROUNDS)
+
+    def note(self, drafted: int, right: int) -> None:
+        self._recent.append((drafted, right))
+        tried, hits = (sum(column) for column in zip(*self._recent, strict=True))
+        if len(self._recent) == RECENT_ROUNDS and hits < LEAST_ACCEPTED * tried:
+            self.rest = REST_ROUNDS
+            self._recent.clear()
 
 
 class Speculation:
-    """A drafter at work: which row it follows, how often it is right, when it rests."""
+    """A drafter at work on the rows of a batch: when it proposes, how often it is right."""
 
-    def __init__(self, model: Model, drafter: Drafter, depth: int) -> None:
-        """`depth` is the most tokens to propose. The model is probed here, once."""
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter,
+        depth: int,
+        rows: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`depth` is the most tokens to propose. The model is probed here, once; also with several
+        rows where there may be so many."""
         if not 1 <= depth <= LONGEST:
             raise ValueError(f"between 1 and {LONGEST} tokens can be proposed, not {depth}")
-        self.drafter = drafter
+        self.name = drafter.name
+        self.hidden = drafter.hidden
         self.reason = model.verifying.reason
+        self.batch_reason = "" if rows > 1 else "there is one row only"
+        if rows > 1 and not self.reason:
+            self.batch_reason = model.batching.reason or model.verifying_rows.reason
+        self.clock = clock
+        self._noise = model.verifying.noise
+        self._drafter = drafter
         self._depth = depth
-        self._follows: int | None = None  # uid
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_ROUNDS)
-        self._rest = 0
+        self._followers: dict[int, _Follower] = {}
+        self._paces: dict[int, Pace] = {}
         self._rounds = self._drafted = self._accepted = 0
 
-    def leave(self) -> None:
-        """Something else was decoded: what the drafter knows is out of date."""
-        self._follows = None
+    def wanted(self, rows: Sequence[Active]) -> bool:
+        """Whether the next step of these rows, which are decoded together, is to be a round."""
+        if self.reason or (len(rows) > 1 and self.batch_reason):
+            return False
+        pace = self._pace(len(rows))
+        if pace.rest:
+            pace.rest -= 1
+            return False
+        return True
 
-    def propose(self, uid: int, ids: Sequence[int], pending: int, room: int) -> list[int]:
-        """Tokens to verify after `pending`, at most `room`; none in the first round of a row."""
-        if self._follows != uid or room < 1:
-            return []
-        if self._rest:
-            self._rest -= 1
-            return []
-        return self.drafter.propose(ids, pending, min(room, self._depth))
+    def propose(self, rows: Sequence[Active]) -> list[list[int]]:
+        """For each row the tokens to verify after its pending one, possibly none.
+
+        A drafter that fails is not asked again: decoding goes on without it.
+        """
+        drafts: list[list[int]] = [[] for _ in rows]
+        if not self._pace(len(rows)).known:
+            return drafts
+        for i, row in enumerate(rows):
+            follower = self._followers.get(row.uid)
+            count = min(row.room, self._depth)
+            if follower is None or count < 1:
+                continue
+            if follower.rest:
+                follower.rest -= 1
+                continue
+            try:
+                found = follower.drafter.propose(row.ids, row.pending[0], count)
+            except Exception as error:  # whatever a drafter raises concerns no answer
+                self._give_up(error)
+                return [[] for _ in rows]
+            drafts[i] = found[:count]
+        return drafts
 
     def settle(
         self,
-        uid: int,
-        ids: Sequence[int],
-        drafted: Sequence[int],
-        new: Sequence[int],
+        rows: Sequence[Active],
+        drafts: Sequence[Sequence[int]],
+        new: Sequence[Sequence[int]],
         hidden: mx.array | None,
+        seconds: float,
     ) -> None:
-        """A round is over: `ids` are held, the last of the `new` tokens is pending."""
-        if drafted:
-            right = len(new) - 1
+        """A round is over: each row holds its `new` tokens but the last, which is pending.
+
+        Rows that have ended must be forgotten first; `seconds` is what the round took.
+        """
+        pace = self._pace(len(rows))
+        if any(drafts):
             self._rounds += 1
-            self._drafted += len(drafted)
-            self._accepted += right
-            self._recent.append((len(drafted), right))
-            tried, hits = (sum(column) for column in zip(*self._recent, strict=True))
-            if len(self._recent) == RECENT_ROUNDS and hits < LEAST_ACCEPTED * tried:
-                self._rest = REST_ROUNDS
-                self._recent.clear()
-        if self._follows == uid:
-            self.drafter.settle(ids, drafted, new, hidden)
+            pace.round(sum(map(len, new)), seconds)
         else:
-            self.drafter.begin(ids, new[-1], hidden)
-            self._follows = uid
+            pace.plain(seconds)
+        for i, row in enumerate(rows):
+            if self.reason:
+                return
+            if drafts[i]:
+                self._drafted += len(drafts[i])
+                self._accepted += len(new[i]) - 1
+                row.drafted += len(drafts[i])
+                row.accepted += len(new[i]) - 1
+            if row.ended or row.forced:
+                continue
+            states = None if hidden is None else hidden[i : i + 1, : len(new[i])]
+            follower = self._followers.get(row.uid)
+            try:
+                if follower is None:
+                    follower = self._followers[row.uid] = _Follower(self._drafter.fresh())
+                    follower.drafter.begin(row.ids, new[i][-1], states)
+                else:
+                    if drafts[i]:
+                        follower.note(len(drafts[i]), len(new[i]) - 1)
+                    follower.drafter.settle(row.ids, drafts[i], new[i], states)
+            except Exception as error:  # the answer does not depend on the drafter
+                self._give_up(error)
+
+    def passed(self, rows: Sequence[Active], seconds: float | None) -> None:
+        """These rows have made a plain step together, in so many seconds where that is known."""
+        if seconds is not None:
+            self._pace(len(rows)).plain(seconds)
+        for row in rows:
+            follower = self._followers.get(row.uid)
+            if follower is None:
+                continue
+            if self.hidden or row.ended:  # what it knows is out of date
+                self.forget(row.uid)
+            else:
+                try:
+                    follower.drafter.settle(row.ids, [], row.pending, None)
+                except Exception as error:  # as above
+                    self._give_up(error)
+
+    def forget(self, uid: int) -> None:
+        """A row has gone."""
+        self._followers.pop(uid, None)
+
+    def undo(self, rows: Sequence[Active]) -> None:
+        """A round has failed: nothing that was proposed counts."""
+        for row in rows:
+            follower = self._followers.pop(row.uid, None)
+            if follower is not None:
+                follower.drafter.abort()
 
     def facts(self) -> dict[str, Any]:
         """For reports: which drafter, why it is off if it is, how many proposals were right."""
         return {
-            "drafter": self.drafter.name,
+            "drafter": self.name,
             "reason": self.reason,
+            "batched": not self.batch_reason,
+            "batch_reason": self.batch_reason,
+            "noise": self._noise,
+            "depth": self._depth,
             "rounds": self._rounds,
             "drafted": self._drafted,
             "accepted": self._accepted,
             "acceptance": self._accepted / self._drafted if self._drafted else None,
         }
 
+    def _pace(self, width: int) -> Pace:
+        return self._paces.setdefault(width, Pace(width))
 
-def probe_verify(model: Model) -> Batching:
-    """Whether verifying several tokens and keeping some equals feeding those one by one."""
+    def _give_up(self, error: Exception) -> None:
+        self.reason = f"the drafter failed: {line_of(error)}"
+        self._followers.clear()
+
+
+def probe_verify(model: Model, rows: int) -> Batching:
+    """Whether verifying several tokens and keeping some equals feeding those one by one.
+
+    With two rows each keeps another number of tokens, in merged caches.
+    """
     from engine.prefill import Prefill
 
-    length, kept = PROBE
+    length, first = PROBE
     before = min(probe_tokens(model.config), model.context_length - length - 2)
-    prompt = token_ids(model, before + 1, 5)
-    fed = token_ids(model, length + 1, 6)
-    single, block = Prefill(model, prompt).run(), Prefill(model, prompt).run()
+    if before < 2:
+        return Batching("the context is too short to probe verification")
+    lengths = [before, max(2, before * 3 // 5)][:rows]
+    kept = [first, length][:rows]
+    prompts = [token_ids(model, n + 1, 5 + i) for i, n in enumerate(lengths)]
+    fed = [token_ids(model, length + 1, 16 + i) for i in range(rows)]
+    deltas = [0] * rows
     try:
-        expected = [verify(model, [token], single, 0, False).logits[0] for token in fed[:kept]]
-        expected.append(verify(model, [fed[length]], single, 0, False).logits[0])
-        tried = verify(model, fed[:length], block, 0, False)
-        found = [tried.logits[i] for i in range(kept)]
-        mx.eval(expected, found)
+        expected: list[mx.array] = []
+        for i, prompt in enumerate(prompts):
+            caches = Prefill(model, prompt).run()
+            for token in [*fed[i][: kept[i]], fed[i][length]]:
+                expected.append(verify(model, [[token]], caches, [0], False).logits[0, 0])
+            mx.eval(expected)
+        caches = Prefill(model, prompts[0]).run()
+        if rows > 1:
+            caches = merge([caches, Prefill(model, prompts[1]).run()], lengths)
+        tried = verify(model, [row[:length] for row in fed], caches, deltas, False)
+        mx.eval(tried.logits)
         tried.keep(kept)
-        found.append(verify(model, [fed[length]], block, 0, False).logits[0])
-        mx.eval(found)
-        model.check_position(block, before + kept + 1)
+        last = verify(model, [[row[length]] for row in fed], caches, deltas, False).logits
+        mx.eval(last)
+        found = [
+            logits for i in range(rows) for logits in [*tried.logits[i, : kept[i]], last[i, 0]]
+        ]
+        for i in range(rows):
+            own = [entry.extract(i) for entry in caches] if rows > 1 else caches
+            model.check_position(own, lengths[i] + kept[i] + 1)
+    except NotMergeableError as error:
+        return Batching(str(error), tokens=before)
     except Exception as error:  # whatever a model raises on a block it cannot roll back
-        line = str(error).strip().splitlines()
-        return Batching(f"verification fails: {(line or [type(error).__name__])[0]}")
+        return Batching(f"verification fails: {line_of(error)}", tokens=before)
     noise, spread = largest(list(zip(expected, found, strict=True)))
     if not noise <= TOLERANCE * spread:
         reason = (

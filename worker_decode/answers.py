@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.decode import Event
 from engine.grammar import Grammar, Vocabulary
+from engine.rows import Event
 from engine.sampling import SamplingParams
 from scheduler.api.output import Output
 from scheduler.execution import Execution

@@ -174,8 +174,9 @@ def _first_token(
     model: Model, starts: Starts, job: Job, path: str, said: set[int], held: int = 0
 ) -> tuple[float, int]:
     """Seconds until the first token, and the tokens that passed through the model for it."""
-    from engine.decode import Batch, Row
+    from engine.decode import Batch
     from engine.prefill import expand_schedule
+    from engine.rows import Row
     from engine.sampling import SamplingParams
 
     batch = Batch(model, 1)

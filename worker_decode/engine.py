@@ -11,11 +11,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from engine.decode import Batch, Event, Row
+from engine.decode import Batch
 from engine.errors import ModelError
 from engine.grammar import Vocabulary
 from engine.keepalive import KeepAlive
 from engine.model import Model
+from engine.rows import Event, Row
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished
 from scheduler.record import Job, JobError, Result

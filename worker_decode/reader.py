@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.decode import Event
 from engine.parts import Part, Parts
+from engine.rows import Event
 from engine.text import REPLACEMENT, TextStream
 from scheduler.api.output import Piece
 from scheduler.record import Job

@@ -24,8 +24,9 @@ from architectures import (
     state_digest,
 )
 
-from engine.decode import Batch, Event, Row
+from engine.decode import Batch
 from engine.model import Model
+from engine.rows import Event, Row
 
 
 def run(folder: Path, name: str) -> dict[str, Any]:

@@ -29,9 +29,10 @@ from architectures import (
     state_digest,
 )
 
-from engine.decode import Batch, Row
+from engine.decode import Batch
 from engine.model import Model
 from engine.prefill import Prefill, expand_schedule, plan
+from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 

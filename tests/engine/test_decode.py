@@ -9,10 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.decode import Batch, Event, Row
+from engine.decode import Batch
 from engine.errors import ModelError
 from engine.model import Caches, Model
 from engine.prefill import Prefill, expand_schedule, plan
+from engine.rows import Event, Row
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 from engine.text import TextStream

@@ -12,11 +12,12 @@ import ready
 from architectures import restore, save
 from mlx.utils import tree_flatten
 
-from engine.decode import Batch, Row
+from engine.decode import Batch
 from engine.errors import ModelError
 from engine.images import embed
 from engine.model import Model, widen
 from engine.prefill import Prefill, plan
+from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import answer
 

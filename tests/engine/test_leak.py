@@ -9,9 +9,10 @@ import subprocess
 
 import mlx.core as mx
 
-from engine.decode import Batch, Event, Row
+from engine.decode import Batch
 from engine.model import Model
 from engine.prefill import Prefill
+from engine.rows import Event, Row
 from engine.sampling import SamplingParams
 
 CONVERSATIONS = 500

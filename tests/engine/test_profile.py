@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.calibrate import measure
-from engine.decode import Batch, Row
+from engine.decode import Batch
 from engine.device import Device
 from engine.errors import ModelError
 from engine.model import Model
 from engine.profile import NAME, Profile, find, record
+from engine.rows import Row
 
 
 def profile_of(

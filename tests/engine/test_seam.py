@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from engine.decode import Batch, Event, Row
+from engine.decode import Batch
+from engine.drafters import NgramDrafter
 from engine.grammar import Grammar, Vocabulary
 from engine.model import Model
 from engine.prefill import Prefill
+from engine.rows import Event, Row
 from engine.sampling import SamplingParams
-from engine.speculate import NgramDrafter
 from engine.text import TextStream
 
 LENGTH = 64
