@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from scheduler.owners import FILE as OWNERS
 from scheduler.passwords import ConfigError, Passwords, User, with_password, without_password
 from scheduler.sections import (
     ApiConfig,
@@ -206,13 +207,19 @@ def load(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, source, overrides or {})) from None
-    if not config.api.token and not is_loopback(config.api.host):
+    if not config.api.token and not is_loopback(config.api.host) and not _has_owners(config):
         raise ConfigError(
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
-            "empty: set api.token (or TANDEM_API_TOKEN), or listen on 127.0.0.1"
+            "empty: set api.token (or TANDEM_API_TOKEN), name owners with `tandem owners add`, or "
+            "listen on 127.0.0.1"
         )
     _refuse_open_redis(config)
     return config
+
+
+def _has_owners(config: Config) -> bool:
+    """Whether tokens of owners are asked for; what is in the file is checked by the API."""
+    return (config.data_dir / OWNERS).exists()
 
 
 def _refuse_open_redis(config: Config) -> None:

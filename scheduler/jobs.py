@@ -15,6 +15,7 @@ from redis.exceptions import OutOfMemoryError
 
 from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
+from scheduler.owners import MARK
 from scheduler.queue import PREFILL, first_queue
 from scheduler.record import (
     LISTED,
@@ -73,6 +74,7 @@ class Jobs:
                 f"held_tokens={new.held_tokens} does not fit a prompt of {tokens} tokens"
             )
         queue = first_queue(new.stage, new.node)
+        owned = new.owner.startswith(MARK)
         self._refuse_long_wait(new, tokens, queue)
         fields: dict[str, Any] = {
             "stage": new.stage,
@@ -88,7 +90,10 @@ class Jobs:
             "digest": new.digest,
             "prompt_tokens": tokens,
             "held_tokens": new.held_tokens,
-            "prompt_digest": hashlib.blake2b(prompt, digest_size=16).hexdigest(),
+            # Unfinished work for a prompt is found by it, and no owner finds another's.
+            "prompt_digest": hashlib.blake2b(
+                prompt, digest_size=16, key=new.owner.encode() if owned else b""
+            ).hexdigest(),
             "cancel": 0,
         }
         args = {
@@ -101,6 +106,9 @@ class Jobs:
             "stage": new.stage,
             "queue": queue,
             "max_waiting": self.settings.max_waiting,
+            "owner_waiting": new.owner_waiting,
+            "theirs": new.owner if owned else "",
+            "keep": int(self.settings.result_days * 86_400),
             "policy": policy.arguments(self.settings),
             "deadline": new.deadline,
             "fields": [item for pair in fields.items() for item in pair],
@@ -123,6 +131,11 @@ class Jobs:
             case "full":
                 raise QueueFull(
                     f"{self.settings.max_waiting} jobs wait in {queue!r} already: try again later"
+                )
+            case "owner full":
+                raise QueueFull(
+                    f"{new.owner_waiting} of your jobs wait already, which is your limit: try "
+                    "again when some have begun"
                 )
             case "adopted":
                 return Accepted(detail.decode(), True)
@@ -191,12 +204,17 @@ class Jobs:
             raise JobNotFound(f"no job {resp}: check the id")
         return cast(Status, status)
 
-    def list(self, states: Iterable[Status] | None = None, limit: int = 50) -> list[Job]:
+    def list(
+        self, states: Iterable[Status] | None = None, limit: int = 50, owner: str | None = None
+    ) -> list[Job]:
         """At most `limit` jobs in the given states (all by default), last accepted first.
 
-        Without their answers. Only what is shown is fetched.
+        Without their answers. Only what is shown is fetched. `owner`: only jobs of an owner with
+        a token.
         """
         wanted = tuple(states) if states is not None else STATUSES
+        if owner is not None:
+            return _theirs(self.client, frozenset(wanted), limit, owner)
         pipe = self.client.pipeline(transaction=False)
         for status in wanted:
             pipe.zrevrange(f"tandem:jobs:{status}", 0, limit - 1)
@@ -274,3 +292,23 @@ class Jobs:
                 continue
             job = self.get(resp)
         return job
+
+
+def _theirs(client: redis.Redis, wanted: frozenset[Status], limit: int, owner: str) -> list[Job]:
+    """An owner's jobs in the wanted states, last accepted first."""
+    found: list[Job] = []
+    start = 0
+    while len(found) < limit:
+        key = f"tandem:theirs:{owner}"
+        ids = [i.decode() for i in cast("list[bytes]", client.zrevrange(key, start, start + 199))]
+        pipe = client.pipeline(transaction=False)
+        for resp in ids:
+            pipe.hmget(f"tandem:job:{resp}", LISTED)
+        for resp, values in zip(ids, pipe.execute(), strict=True):
+            raw = {k: v for k, v in zip(_LISTED, values, strict=True) if v is not None}
+            if b"status" in raw and raw[b"status"].decode() in wanted:
+                found.append(parse(resp, raw))
+        if len(ids) < 200:
+            break
+        start += 200
+    return found[:limit]

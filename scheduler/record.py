@@ -116,7 +116,7 @@ class NewJob:
     "prefill", or "decode" where the decode node `node` prefills by itself. `lock`: refuse a second
     live turn on `conversation`. `digest`: hash of the request body, which tells a repeated
     submission from another one under the same key. `deadline`: seconds from now within which the
-    first token is wanted.
+    first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
     """
 
     id: str
@@ -137,6 +137,7 @@ class NewJob:
     events: Sequence[Mapping[str, Any]] = (
         {"type": "response.created"},
         {"type": "response.queued"},
+    owner_waiting: int = 0
     )
 
 

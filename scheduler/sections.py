@@ -76,7 +76,7 @@ class ApiConfig(Section):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: Annotated[int, Field(ge=0, le=65535)] = 8420
     token: str = Field(
-        "", description="bearer token; required when host is not loopback"
+        "", description="the operator's token; it or an owner is needed when host is not loopback"
     )
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
     max_file_mb: Annotated[int, Field(ge=1, le=4096)] = Field(200, description="largest upload")

@@ -22,6 +22,7 @@ from scheduler.api.dashboard import Dashboard
 from scheduler.api.gate import Gate
 from scheduler.config import Config, ConfigError, is_loopback
 from scheduler.host import lifeline
+from scheduler.owners import Owners
 from scheduler.redis_client import AWAY
 
 log = logging.getLogger("tandem.api")
@@ -34,10 +35,11 @@ def create_app(config: Config) -> FastAPI:
 
     Raises TokenizerError, and ConfigError where it would be open to others without a token.
     """
-    if not config.api.token and not is_loopback(config.api.host):
+    owners = Owners(config.data_dir)
+    if not config.api.token and not is_loopback(config.api.host) and not owners.list():
         raise ConfigError(
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
-            "empty: set api.token, or listen on 127.0.0.1"
+            "empty: set api.token, name owners with `tandem owners add`, or listen on 127.0.0.1"
         )
     backend = Backend(config)
 
@@ -56,7 +58,7 @@ def create_app(config: Config) -> FastAPI:
         redoc_url=None,
     )
     app.state.backend = backend
-    app.add_middleware(Gate, config=config)
+    app.add_middleware(Gate, config=config, owners=owners, audit=backend.audit)
     app.add_exception_handler(faults.Fault, faults.on_fault)
     app.add_exception_handler(RequestValidationError, faults.on_validation)
     app.add_exception_handler(HTTPException, faults.on_http)

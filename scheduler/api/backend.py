@@ -13,10 +13,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from scheduler import events
+from scheduler.api.caller import current
 from scheduler.api.faults import Fault, unavailable
 from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer
+from scheduler.audit import Action, Audit
 from scheduler.config import Config
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Nodes
@@ -47,6 +49,7 @@ class Backend:
         self.threads = Threads(self.redis, config.model_name, days * 86_400)
         self.async_redis = connect_async(config.redis_url_of("api"), patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
+        self.audit = Audit.of(config.data_dir)
         self.started = int(time.time())
         self._store = StoreClient(config.store_socket, STORE_TIMEOUT)
         self._nodes: tuple[float, list[Node]] = (0.0, [])
@@ -57,6 +60,7 @@ class Backend:
         await self.async_redis.aclose()
         self._store.close()
         self.redis.close()
+        self.audit.close()
 
     def _is_ours(self, name: str) -> bool:
         """Whether `name` stands for the served model."""
@@ -99,6 +103,11 @@ class Backend:
             nodes = self.nodes.list()
             self._nodes = (time.monotonic(), nodes)
         return nodes
+
+    def note(self, action: Action, ident: str, **more: Any) -> None:
+        """A line in the audit log about what the present caller did."""
+        caller = current()
+        self.audit.note(action, ident, owner=caller.owner, address=caller.address, **more)
 
     def deleted(self, response: str) -> bool:
         """Whether a client has deleted this response."""

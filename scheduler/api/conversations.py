@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 
 from scheduler.api.backend import Backend
+from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.lineage import divided
 from scheduler.api.lookup import Order, conversation_items, find_conversation, page
@@ -30,6 +31,7 @@ def router(backend: Backend) -> APIRouter:
         with backend.store() as store:
             record = store.create_conversation(
                 f"conv_{uuid.uuid4().hex}",
+                owner=current().owner,
                 metadata=dict(body.metadata or {}),
                 items=items_of(items),
             )
@@ -43,7 +45,9 @@ def router(backend: Backend) -> APIRouter:
         if after is not None:
             find_conversation(backend, after)
         with backend.store() as store:
-            records = store.list_conversations(limit=limit + 1, after=after)
+            caller = current()
+            owner = caller.owner if caller.scoped else None
+            records = store.list_conversations(owner, limit=limit + 1, after=after)
             full = [store.get_conversation(record["id"]) for record in records[:limit]]
         data = [conversation_object(record) for record in full if record is not None]
         return {
@@ -79,6 +83,7 @@ def router(backend: Backend) -> APIRouter:
         find_conversation(backend, conversation_id)
         _refuse_busy(backend, conversation_id)
         backend.delete_conversation(conversation_id)
+        backend.note("delete", conversation_id)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @routes.get("/{conversation_id}/items")
@@ -121,6 +126,7 @@ def router(backend: Backend) -> APIRouter:
             )
         with backend.store() as store:
             record = store.update_conversation(conversation_id, remove_item=item_id)
+        backend.note("delete", item_id, conversation=conversation_id)
         return conversation_object(record)
 
     @routes.get("/{conversation_id}/items/{item_id}")

@@ -1,29 +1,47 @@
-"""What every request passes before a route sees it: who asks, from where, and how much."""
+"""What every request passes before a route sees it: who asks, from where, how often, how much."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hmac
+import math
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from scheduler.api.caller import Caller, acting, caller_of
 from scheduler.api.faults import Fault
+from scheduler.api.rates import Rates
+from scheduler.audit import Audit
 from scheduler.config import Config, is_loopback
+from scheduler.owners import Owners
 
-OPEN_PATHS = frozenset(("/health",))
+OPEN_PATHS = frozenset(("/health", "/ready"))
+"""Say only whether the server lives and could serve, so they need no token."""
+UPLOADS = "/v1/files"
 COOKIE = "tandem_token"
+_SAFE = ("GET", "HEAD")
+_PAGES = ("/rq", "/metrics")
+_NOBODY = Caller(operator=False, scoped=True, owner="nobody")
 
 
 class Gate:
-    """ASGI middleware: authentication, foreign web pages, size of bodies."""
+    """ASGI middleware: authentication, foreign web pages, rates, size of bodies.
 
-    def __init__(self, app: ASGIApp, config: Config) -> None:
+    Sets the caller (see `scheduler.api.caller`) for all that follows.
+    """
+
+    def __init__(self, app: ASGIApp, config: Config, owners: Owners, audit: Audit) -> None:
         self._app = app
+        self._owners = owners
+        self._audit = audit
+        self._rates = Rates()
         self._token = config.api.token
         self._limit = config.api.max_body_mb << 20
+        self._file_limit = config.api.max_file_mb << 20
         self._hosts = {"localhost", config.api.host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -31,88 +49,168 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
-        fault = self._refusal(scope, headers)
-        body: bytes | None = None
-        if fault is None and scope["method"] not in ("GET", "HEAD"):
-            body = await self._body(headers, receive)
-            if body is None:
-                fault = Fault(
-                    413,
-                    f"the body is larger than {self._limit >> 20} MB: send less, or raise "
-                    "api.max_body_mb",
-                    code="request_too_large",
-                )
+        caller, fault = self._admit(scope, headers)
+        if fault is None and scope["method"] not in _SAFE:
+            if scope["path"].rstrip("/") == UPLOADS:
+                # Read as it comes, and never held in memory as a whole.
+                fault = self._too_long(headers, self._file_limit, "api.max_file_mb")
+                receive = _counted(receive, self._file_limit)
+            else:
+                fault, receive = await self._whole(headers, receive)
         if fault is not None:
             answer = fault.response(scope["path"])
-            if fault.status == 401 and scope["path"].startswith("/rq"):
+            if fault.status == 401 and _is_page(scope["path"]):
                 answer.headers["WWW-Authenticate"] = 'Basic realm="tandem", charset="UTF-8"'
             await answer(scope, receive, send)
             return
-        await self._app(scope, receive if body is None else _after(body, receive), send)
+        with acting(caller):
+            await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Mapping[str, str]) -> Fault | None:
-        if self._token:
-            if scope["path"] in OPEN_PATHS or self._knows(headers):
-                return None
-            return Fault(
-                401,
-                "this server needs its token: send it as 'Authorization: Bearer <api.token>'",
-                code="invalid_api_key",
-            )
-        # Without a token, whoever reaches us is let in: a web page must not be the one that does.
-        if not self._is_local(headers.get("host", "")):
-            return Fault(
+    def _admit(self, scope: Scope, headers: Mapping[str, str]) -> tuple[Caller, Fault | None]:
+        """The caller, and why it is not let in where it is not."""
+        address = (scope.get("client") or ("", 0))[0]
+        path = scope["path"]
+        kind, given = _credentials(headers)
+        guarded = bool(self._token) or bool(self._owners.list())
+        if guarded:
+            caller = self._known(given, address)
+            if caller is None:
+                if path in OPEN_PATHS:
+                    return _NOBODY, None
+                return _NOBODY, Fault(
+                    401,
+                    "this server needs a token: send it as 'Authorization: Bearer <token>' or as "
+                    "'x-api-key'",
+                    code="invalid_api_key",
+                )
+        elif not self._is_local(headers.get("host", "")):
+            # Without a token, whoever reaches us is let in: a web page must not be the one.
+            return _NOBODY, Fault(
                 403,
                 "without api.token this server answers only to localhost: set api.token to use "
                 "another name",
                 code="host_not_allowed",
             )
-        if headers.get("sec-fetch-site") == "cross-site" and scope["method"] not in ("GET", "HEAD"):
-            return Fault(403, "requests from other sites are refused", code="cross_site")
-        return None
+        else:
+            caller = Caller(address=address)
+        # What a browser sends by itself says nothing about which page has asked for it.
+        by_itself = not guarded or kind in ("basic", "cookie")
+        if by_itself and scope["method"] not in _SAFE and is_foreign(headers):
+            self._audit.note(
+                "refused", path, owner=caller.owner, address=address,
+                why="another site's page", method=scope["method"],
+            )  # fmt: skip
+            return caller, Fault(403, "requests from other sites are refused", code="cross_site")
+        if _is_page(path) and not caller.operator:
+            return caller, Fault(
+                403,
+                "this page shows all owners: it needs an operator's token",
+                code="operator_only",
+            )
+        if wait := self._rates.wait(caller.owner, caller.per_minute):
+            return caller, Fault(
+                429,
+                f"{caller.per_minute} requests a minute are allowed: try again in "
+                f"{math.ceil(wait)} s",
+                code="rate_limit_exceeded",
+                after=wait,
+            )
+        return caller, None
+
+    def _known(self, given: str, address: str) -> Caller | None:
+        """Whose token this is. Every comparison is made, whichever one fits."""
+        owner = self._owners.find(given)
+        own = hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode())
+        if self._token and own:
+            return Caller(address=address)
+        return caller_of(owner, address) if owner is not None else None
 
     def _is_local(self, host: str) -> bool:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         return not name or name.lower() in self._hosts or is_loopback(name)
 
-    def _knows(self, headers: Mapping[str, str]) -> bool:
-        kind, _, value = headers.get("authorization", "").partition(" ")
-        given = ""
-        if kind.lower() == "bearer":
-            given = value.strip()
-        elif kind.lower() == "basic":
-            try:
-                given = base64.b64decode(value, validate=True).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
-                given = ""
-        elif "x-api-key" in headers:
-            given = headers["x-api-key"]
-        elif "cookie" in headers and COOKIE in headers["cookie"]:
-            try:
-                morsel = SimpleCookie(headers["cookie"]).get(COOKIE)
-            except CookieError:
-                morsel = None
-            # A cookie travels by itself, so it does not count where another site sends it.
-            site = headers.get("sec-fetch-site", "same-origin")
-            if morsel is not None and site in ("same-origin", "none"):
-                given = morsel.value
-        return hmac.compare_digest(given.encode(), self._token.encode())
-
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
-        """The whole body, or None where it is over the limit."""
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length) > self._limit:
-            return None
+    async def _whole(
+        self, headers: Mapping[str, str], receive: Receive
+    ) -> tuple[Fault | None, Receive]:
+        """The body read to its end, or 413."""
+        fault = self._too_long(headers, self._limit, "api.max_body_mb")
         parts = bytearray()
-        while True:
+        while fault is None:
             message = await receive()
             if message["type"] != "http.request":
-                return bytes(parts)
+                break
             parts += message.get("body", b"")
             if len(parts) > self._limit:
-                return None
-            if not message.get("more_body"):
-                return bytes(parts)
+                fault = _too_large(self._limit, "api.max_body_mb")
+            elif not message.get("more_body"):
+                break
+        return fault, receive if fault else _after(bytes(parts), receive)
+
+    def _too_long(self, headers: Mapping[str, str], limit: int, key: str) -> Fault | None:
+        length = headers.get("content-length", "")
+        return _too_large(limit, key) if length.isdigit() and int(length) > limit else None
+
+
+def is_foreign(headers: Mapping[str, str]) -> bool:
+    """Whether a browser says that a page of another origin makes this request."""
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return True
+    origin = headers.get("origin")
+    if origin is None:
+        return False
+    return urlsplit(origin).netloc.lower() != headers.get("host", "").lower()
+
+
+def _is_page(path: str) -> bool:
+    return path == "/" or path in _PAGES or path.startswith("/rq/")
+
+
+def _credentials(headers: Mapping[str, str]) -> tuple[str, str]:
+    """(kind, token) that a request came with; the token is empty where there is none."""
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "bearer":
+        return "bearer", value.strip()
+    if kind.lower() == "basic":
+        try:
+            return "basic", base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except (binascii.Error, UnicodeDecodeError):
+            return "basic", ""
+    if "x-api-key" in headers:
+        return "key", headers["x-api-key"]
+    if COOKIE in headers.get("cookie", ""):
+        try:
+            morsel = SimpleCookie(headers["cookie"]).get(COOKIE)
+        except CookieError:
+            morsel = None
+        # A cookie travels by itself, so it does not count where another site sends it.
+        site = headers.get("sec-fetch-site", "same-origin")
+        if morsel is not None and site in ("same-origin", "none"):
+            return "cookie", morsel.value
+    return "none", ""
+
+
+def _too_large(limit: int, key: str) -> Fault:
+    return Fault(
+        413,
+        f"the body is larger than {limit >> 20} MB: send less, or raise {key}",
+        code="request_too_large",
+    )
+
+
+def _counted(receive: Receive, limit: int) -> Receive:
+    """`receive` that raises Fault 413 once more than `limit` bytes have come."""
+    seen = 0
+
+    async def counting() -> Message:
+        nonlocal seen
+        message = await receive()
+        if message["type"] == "http.request":
+            seen += len(message.get("body", b""))
+            if seen > limit:
+                raise _too_large(limit, "api.max_file_mb")
+        return message
+
+    return counting
 
 
 def _after(body: bytes, receive: Receive) -> Receive:

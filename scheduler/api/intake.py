@@ -12,12 +12,14 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from scheduler.api.backend import Backend
+from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
 from scheduler.api.prompt import Prompt, build, is_empty, text_of
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
+from scheduler.audit import Action
 from scheduler.record import (
     Accepted,
     ConversationBusy,
@@ -43,7 +45,8 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
     """
     model = backend.model(body.model)
     _refuse_unsupported(body, model)
-    owner = body.user or body.safety_identifier or body.prompt_cache_key or ""
+    caller = current()
+    owner = caller.submits_for(body.user or body.safety_identifier or body.prompt_cache_key)
     digest = _digest(body)
     if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
         return known
@@ -55,11 +58,20 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
         lineage = find_lineage(backend, body, items)
         prompt = prompt_of(backend, body, lineage, shaping)
         fields = _job(backend, body, lineage, prompt, model, shaping)
-        job = NewJob(id=response_id(owner, key), owner=owner, digest=digest, **fields)
+        job = NewJob(
+            id=response_id(owner, key),
+            owner=owner,
+            digest=digest,
+            owner_waiting=caller.max_waiting,
+            **fields,
+        )
         accepted = _submit(backend, job)
         if accepted.duplicate or not job.lock or _still_head(backend, lineage):
             if not accepted.duplicate and body.store is not False:
                 _enter(backend, accepted.id, body, lineage)
+            action: Action = "submit" if lineage.new else "resume"
+            again = {"again": True} if accepted.duplicate else {}
+            backend.note(action, accepted.id, conversation=lineage.conversation, **again)
             return accepted
         # A turn ended between our look at the conversation and our lock on it.
         backend.jobs.cancel(accepted.id)
@@ -88,7 +100,9 @@ def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Line
     past = [*parent.items, *parent.answer] if parent else [*lineage.seed]
     # The job is accepted: that it may not be found again by its text is no reason to refuse it.
     with contextlib.suppress(RedisError):
-        backend.threads.enter(response, [*past, *lineage.items], body.instructions)
+        backend.threads.enter(
+            response, [*past, *lineage.items], body.instructions, current().share or None
+        )
 
 
 def prompt_of(
@@ -157,6 +171,7 @@ def _job(
         # Beside the sampling, so that it is stored with the turn.
         "about": {
             "metadata": body.metadata or {},
+            "user": body.user,
             "by_response": body.previous_response_id is not None,
             "new_conversation": lineage.new,
             "stateless": lineage.stateless,

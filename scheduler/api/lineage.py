@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scheduler.api.backend import Backend
+from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.items import split
 from scheduler.api.prompt import Parent
@@ -53,7 +54,7 @@ def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Linea
         )
     with backend.store() as store:
         record = store.get_conversation(conversation) if is_id(conversation) else None
-    if record is None:
+    if record is None or not current().may_see(record["owner"]):
         raise missing("Conversation", conversation[:80], "conversation")
     if record["head"] is None:
         return Lineage(conversation, items, seed=record["items"])
@@ -75,7 +76,9 @@ def new_conversation() -> str:
 
 def _repeated(backend: Backend, body: ResponseRequest, items: Items) -> Lineage | None:
     """The turn whose past and answer the request repeats, or None."""
-    for name, start, stop in backend.threads.candidates(items, body.instructions):
+    caller = current()
+    known = backend.threads.candidates(items, body.instructions, caller.share or None)
+    for name, start, stop in known:
         if backend.deleted(name):
             continue
         try:
@@ -83,7 +86,9 @@ def _repeated(backend: Backend, body: ResponseRequest, items: Items) -> Lineage 
                 turn = store.get_turn(name)
         except Fault:
             return None  # nobody asked for this turn by name: the prompt can be computed anew
-        if turn is None or not same_answer(items[start:stop], split(turn.id, turn.items)[1]):
+        if turn is None or not caller.may_see(turn.owner):
+            continue
+        if not same_answer(items[start:stop], split(turn.id, turn.items)[1]):
             continue
         found = _after_turn(backend, name, items[stop:])
         about = turn.params.get("params", {}).get("about", {})
@@ -100,12 +105,15 @@ def _after_response(backend: Backend, response: str, items: Items) -> Lineage:
         raise missing("Response", response[:80], param)
     with backend.store() as store:
         turn = store.get_turn(response)
-    if turn is not None:
+    caller = current()
+    if turn is not None and caller.may_see(turn.owner):
         return _after_turn(backend, response, items)
     try:
         job = backend.jobs.get(response)
     except JobNotFound:
         raise missing("Response", response[:80], param) from None
+    if not caller.may_see(job.owner):
+        raise missing("Response", response[:80], param)
     if not job.ended:
         raise Fault(
             409,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from scheduler import events
 from scheduler.api.backend import Backend
+from scheduler.api.caller import current
 from scheduler.api.faults import bad, missing
 from scheduler.api.items import split
 from scheduler.api.lineage import divided, is_id
@@ -19,17 +20,23 @@ _ENDED: dict[str, Status] = {"completed": "completed", "incomplete": "incomplete
 
 
 def find_job(backend: Backend, response: str) -> Job:
-    """The job of a response: live or recent from Redis, older from the store. Fault 404."""
+    """The job of a response: live or recent from Redis, older from the store. Fault 404.
+
+    One of another owner is looked for in both places, as one that does not exist is.
+    """
     if not is_id(response) or backend.deleted(response):
         raise missing("Response", response[:80], "response_id")
+    caller = current()
     try:
         job = backend.jobs.get(response)
     except JobNotFound:
-        with backend.store() as store:
-            turn = store.get_turn(response)
+        pass
     else:
-        return _with_what_it_said(backend, job)
-    if turn is None:
+        if caller.may_see(job.owner):
+            return _with_what_it_said(backend, job)
+    with backend.store() as store:
+        turn = store.get_turn(response)
+    if turn is None or not caller.may_see(turn.owner):
         raise missing("Response", response[:80], "response_id")
     return job_of(turn)
 
@@ -110,7 +117,7 @@ def find_conversation(backend: Backend, conversation: str) -> dict[str, Any]:
     if is_id(conversation):
         with backend.store() as store:
             record = store.get_conversation(conversation)
-    if record is None:
+    if record is None or not current().may_see(record["owner"]):
         raise missing("Conversation", conversation[:80], "conversation_id")
     return record
 

@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from scheduler.api.backend import Backend
+from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.intake import accept, count_tokens
 from scheduler.api.lookup import Order, find_job, input_items, page
@@ -53,7 +54,8 @@ def router(backend: Backend) -> APIRouter:
     ) -> dict[str, Any]:  # fmt: skip
         """An extension: responses by Tandem's own stages, newest first, without their output."""
         states = LIVE if status == "live" else None if status is None else (status,)
-        jobs = backend.jobs.list(states, limit)
+        caller = current()
+        jobs = backend.jobs.list(states, limit, owner=caller.owner if caller.scoped else None)
         waiting = {job.queue for job in jobs if not job.ended and not job.run}
         places = {r: f for queue in waiting for r, f in backend.jobs.forecast(queue).items()}
         data = [{**response_object(job, places.get(job.id)), "output": []} for job in jobs]
@@ -88,6 +90,7 @@ def router(backend: Backend) -> APIRouter:
                     "response_id",
                 )
             await run_in_threadpool(backend.jobs.cancel, response_id)
+            backend.note("cancel", response_id)
             with contextlib.suppress(TimeoutError):
                 await run_in_threadpool(backend.jobs.wait, response_id, CANCEL_WAIT)
         return JSONResponse(await _object(backend, response_id))
@@ -103,6 +106,7 @@ def router(backend: Backend) -> APIRouter:
                 retry=False,
             )
         backend.delete(job)
+        backend.note("delete", response_id)
         return {"id": response_id, "object": "response.deleted", "deleted": True}
 
     @routes.get("/{response_id}/input_items")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from scheduler.api.caller import is_owned
 from scheduler.api.items import answer, message_id, output_items, text_part
 from scheduler.api.tools import for_client
 from scheduler.record import Forecast, Job, Status
@@ -79,7 +80,7 @@ def _body(job: Job, status: str) -> dict[str, Any]:
         "top_p": params.get("top_p"),
         "truncation": "disabled",
         "usage": None,
-        "user": job.owner or None,
+        "user": about.get("user") or (None if is_owned(job.owner) else job.owner) or None,
         "metadata": about.get("metadata") or {},
     }
 

@@ -26,6 +26,20 @@ if args.locked ~= '' then
 end
 if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then return {'full', ''} end
 
+if args.owner_waiting > 0 then
+  local waiting = 0
+  for _, queue in ipairs(redis.call('SMEMBERS', RQ .. ':queues')) do
+    local name = string.sub(queue, #RQ + 8)
+    waiting = waiting + redis.call('ZCARD', 'tandem:owned:' .. name .. ':' .. args.owner)
+  end
+  if waiting >= args.owner_waiting then return {'owner full', ''} end
+end
+if args.theirs ~= '' then
+  -- What an owner has, newest last; what is older than any record can be is forgotten.
+  local mine = 'tandem:theirs:' .. args.theirs
+  redis.call('ZADD', mine, stamp(NOW), args.id)
+  redis.call('ZREMRANGEBYSCORE', mine, 0, stamp(NOW - args.keep - 30 * 86400))
+end
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
 redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)

@@ -1,0 +1,146 @@
+"""`tandem owners`: give people tokens and limits, and take them away again."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scheduler import owners
+from scheduler.audit import Audit
+from scheduler.command.jobs import print_json
+from scheduler.config import Config, load
+from scheduler.host import data_dir
+
+_TEXT = """\
+Name the people who may use this Tandem. Each gets a token for its clients (api_key), and sees only
+its own conversations, jobs, files and batches. A running API heeds changes at once. With owners,
+every request needs a token: theirs, or api.token, which is the operator's and sees everything.
+
+  tandem owners add alice --max-waiting 100 --stored-gb 20 --per-minute 120
+  tandem owners add alice                one more token for alice
+  tandem owners list
+  tandem owners remove alice             its tokens stop working; what it stored stays
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `tandem owners`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(
+        "owners", help="tokens and limits of people", description=_TEXT, formatter_class=raw
+    )
+    _flags(parser)
+    parser.set_defaults(run=run_list)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
+    add = _action(actions, "add", "make an owner, or a token more for one", run_add)
+    add.add_argument("name", metavar="NAME", help="small letters, digits, '.', '_' and '-'")
+    add.add_argument("--max-waiting", type=int, metavar="N", help="jobs that may wait (no limit)")
+    add.add_argument("--stored-gb", type=float, metavar="GB", help="states and files (no limit)")
+    add.add_argument("--per-minute", type=int, metavar="N", help="requests a minute (no limit)")
+    add.add_argument(
+        "--operator",
+        action=argparse.BooleanOptionalAction,
+        help="may see /, /rq and /metrics, which show all owners",
+    )
+    _action(actions, "list", "list owners and their limits", run_list)
+    remove = _action(actions, "remove", "take an owner's tokens away", run_remove)
+    remove.add_argument("name", metavar="NAME")
+
+
+def _action(actions: Any, name: str, summary: str, run: Any) -> argparse.ArgumentParser:
+    # Flags may stand before the action as well: what is not given here leaves those alone.
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=summary, argument_default=argparse.SUPPRESS
+    )
+    _flags(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _config(args: argparse.Namespace) -> Config:
+    config = load(args.config, {"data_dir": args.data})
+    data_dir.make_usable(config.data_dir)
+    return config
+
+
+def run_add(args: argparse.Namespace) -> int:
+    """Make an owner or a further token, and print the token: it is shown once."""
+    config = _config(args)
+    limits = {
+        name: getattr(args, name, None) for name in ("max_waiting", "stored_gb", "per_minute")
+    }
+    token = owners.add(
+        config.data_dir, args.name, operator=getattr(args, "operator", None), **limits
+    )
+    _note(config, args.name, "add")
+    if args.json:
+        print_json({"name": args.name, "token": token})
+        return 0
+    print(token)
+    Console(stderr=True, highlight=False).print(
+        f"the token of {args.name}: it is kept nowhere, so note it now", markup=False
+    )
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    """Take an owner's tokens away."""
+    config = _config(args)
+    owners.remove(config.data_dir, args.name)
+    _note(config, args.name, "remove")
+    if args.json:
+        print_json({"name": args.name, "removed": True})
+    else:
+        print(f"{args.name} is removed; its tokens work no more")
+    return 0
+
+
+def run_list(args: argparse.Namespace) -> int:
+    """List owners with their limits, never with their tokens."""
+    found = owners.Owners(_config(args).data_dir).list()
+    rows = [
+        {
+            "name": owner.name,
+            "tokens": len(owner.tokens),
+            "operator": owner.operator,
+            "max_waiting": owner.max_waiting,
+            "stored_gb": owner.stored_gb,
+            "per_minute": owner.per_minute,
+        }
+        for owner in found
+    ]
+    if args.json:
+        print_json({"owners": rows})
+        return 0
+    if not rows:
+        print("no owners: whoever reaches the API, or has api.token, may do everything")
+        return 0
+    table = Table("owner", "tokens", "jobs waiting", "stored", "per minute", "", box=None)
+    for row in rows:
+        table.add_row(
+            str(row["name"]),
+            str(row["tokens"]),
+            str(row["max_waiting"] or "-"),
+            f"{row['stored_gb']:g} GB" if row["stored_gb"] else "-",
+            str(row["per_minute"] or "-"),
+            "operator" if row["operator"] else "",
+        )
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _note(config: Config, name: str, what: str) -> None:
+    audit = Audit.of(config.data_dir)
+    audit.note("owner", name, owner="", address=f"local user {getpass.getuser()}", what=what)
+    audit.close()
