@@ -15,7 +15,11 @@ from transport.errors import LinkError
 
 MAGIC = b"TDMB"
 SLOT = 16 << 20
-SLOTS = 3
+FORTH = (0, 1, 2)
+"""Slots for batches of the end that formed the link."""
+BACK = (3, 4)
+"""Slots for batches that come back to it; their pages are not there until they are used."""
+SLOTS = len(FORTH) + len(BACK)
 PAD = 4096
 """Bodies are padded to this: RDMA sends and receives must cover the same number of frames."""
 _STRUCT = struct.Struct("<4sIQQQ16s8x")

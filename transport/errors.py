@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Code = Literal[
+    "missing",  # the state that was asked for is not here
     "memory",  # the receiver has no room for the state
     "fingerprint",  # another model, quantisation or codec
     "busy",  # too many offers at once, or an older attempt is still being cleared away

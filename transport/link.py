@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from transport import rdma
+from transport.desk import Desk
 from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.outbound import Transfer
@@ -58,7 +59,8 @@ class Link:
     """The way from this node to one receiver. All methods may be called by any thread.
 
     `backend` "rdma" never falls back; "auto" without `rdma` is tcp. Nothing is connected before
-    the first offer; a link that broke is formed anew by the next.
+    the first offer; a link that broke is formed anew by the next. States that are asked for come
+    to `desk`.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Link:
         deadline: float = 10.0,
         streams: int = 2,
         node: str = "local",
+        desk: Desk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if backend == "rdma" and rdma is None:
@@ -82,6 +85,7 @@ class Link:
         self._deadline = deadline
         self._streams = streams
         self._node = node
+        self._desk = desk
         self._clock = clock
         self._lock = threading.Lock()
         self._sender: Sender | None = None
@@ -98,6 +102,15 @@ class Link:
         Raises Refused, or LinkError: offer again with a higher attempt, or do without.
         """
         return self._connected().offer(transfer, **more)
+
+    def ask(self, transfer: str, **more: Any) -> str:
+        """Sender.ask over the link as it stands, formed first if need be; returns its path.
+
+        Raises LinkError.
+        """
+        sender = self._connected()
+        sender.ask(transfer, **more)
+        return sender.path
 
     def status(self) -> LinkStatus:
         """Which way the link takes now, and what it remembers."""
@@ -169,6 +182,7 @@ class Link:
             self._deadline,
             streams=self._streams,
             node=self._node,
+            desk=self._desk,
         )
 
     def _form_rdma(self, how: Rdma) -> Sender:
@@ -181,6 +195,7 @@ class Link:
             devices=how.devices,
             host=how.host,
             command=how.command,
+            desk=self._desk,
         )
 
     def _note_death(self) -> None:

@@ -14,7 +14,7 @@ from transport.protocol import Abort, Ack, Nack, Offer, Ready, brief
 from transport.wire import FLOOR
 
 if TYPE_CHECKING:
-    from transport.sender import Sender
+    from transport.outgoing import Outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Transfer:
     Payload memory must not be changed between `send` and the end of the transfer.
     """
 
-    def __init__(self, sender: Sender, offer: Offer) -> None:
+    def __init__(self, sender: Outgoing, offer: Offer) -> None:
         self.offer = offer
         self.duplicate = False
         self._sender = sender

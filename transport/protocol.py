@@ -17,7 +17,7 @@ import msgpack
 from transport.errors import CODES, Code, LinkError
 from transport.frame import MAX_PART, MAX_PAYLOAD, MIN_PART
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_CONTROL = 16 << 10
 LENGTH = struct.Struct("<I")
 MAX_TRANSFER = 1 << 40
@@ -145,7 +145,7 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class Nack:
-    """The receiver refuses or gives up a transfer, and says why."""
+    """The receiver refuses or gives up a transfer, or has nothing for an Ask; and says why."""
 
     TYPE: ClassVar[str] = "nack"
     number: int
@@ -244,11 +244,66 @@ class Burst:
         _count("count", self.count, 1, 1 << 16)
 
 
-Message = Hello | Offer | Ready | Ack | Nack | Abort | Ping | Form | Meet | Formed | Burst
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The end that formed the link wants the state after `turn` from the other one.
+
+    The answer is an Offer of `transfer`, in the other direction, or a Nack with this `number`,
+    which is of the same count as the numbers of offers. `tokens` is how many the state should hold.
+    """
+
+    TYPE: ClassVar[str] = "ask"
+    number: int
+    transfer: str
+    turn: str
+    response: str
+    fingerprint: bytes
+    tokens: int
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        for what in ("transfer", "turn", "response"):
+            _name(what, getattr(self, what))
+        if not isinstance(self.fingerprint, bytes) or len(self.fingerprint) != 16:
+            raise LinkError("fingerprint is not 16 bytes", "protocol")
+        _count("number", self.number, 0, _U32)
+        _count("tokens", self.tokens, 1, _U32)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """The end that did not form the link has so many more batches ready for its child to send."""
+
+    TYPE: ClassVar[str] = "want"
+    count: int
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("count", self.count, 1, 1 << 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The end that formed the link has posted a receive: the other's child sends one batch."""
+
+    TYPE: ClassVar[str] = "turn"
+    count: int
+
+    def validate(self) -> None:
+        """Raise LinkError where a field is out of bounds."""
+        _count("count", self.count, 1, 1)
+
+
+Message = (
+    Hello | Offer | Ready | Ack | Nack | Abort | Ping | Form | Meet | Formed | Burst
+    | Ask | Want | Turn
+)  # fmt: skip
 TYPES: dict[str, type[Message]] = {
     kind.TYPE: kind
-    for kind in (Hello, Offer, Ready, Ack, Nack, Abort, Ping, Form, Meet, Formed, Burst)
-}
+    for kind in (
+        Hello, Offer, Ready, Ack, Nack, Abort, Ping, Form, Meet, Formed, Burst, Ask, Want, Turn,
+    )
+}  # fmt: skip
 M = TypeVar("M", bound=Message)
 
 

@@ -7,33 +7,30 @@ import selectors
 import socket
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transport import auth, versions
+from transport.desk import PART, Desk
 from transport.epochs import Epochs
 from transport.errors import LinkError
-from transport.frame import MAX_PART, MIN_PART
-from transport.inbound import Inbound
-from transport.protocol import Ack, Form, Hello, Nack
+from transport.protocol import Form, Hello
 from transport.session import Session
 from transport.sidecar import COMMAND, Plan, free_port
-from transport.sink import Sink
+from transport.sink import Lender, Sink
 from transport.wire import Connection
 
 MAX_STRANGERS = 32
 """Connections that may be in their handshake at once; more are closed at accept."""
 MAX_LINKS = 64
-REMEMBERED = 4096
-"""Finished transfers whose repetition is acknowledged without being taken again."""
 HANDSHAKE_SECONDS = 3.0
 
 
 class Receiver:
     """Listens on one port per address, from construction until `close`.
 
-    `deadline` (seconds) bounds every wait for a peer; `part` is the payload size of one frame.
+    `deadline` (seconds) bounds every wait for a peer; `part` is the payload size of one frame;
+    `lender` finds states that a sender asks for.
     With `epochs`, whose node is then this receiver's name, senders may form rdma links; `devices`
     is the path of this node's cable map for JACCL.
     Raises LinkError if an address cannot be bound or the secret is too short.
@@ -48,16 +45,15 @@ class Receiver:
         deadline: float = 10.0,
         *,
         node: str = "local",
-        part: int = 1 << 20,
+        part: int = PART,
         epochs: Epochs | None = None,
         devices: str = "",
         command: Sequence[str] = COMMAND,
+        lender: Lender | None = None,
     ) -> None:
-        if not MIN_PART <= part <= MAX_PART:
-            raise LinkError(f"part size {part} is not in {MIN_PART}..{MAX_PART}", "protocol")
-        self.sink = sink
+        self.desk = Desk(sink, deadline, part)
         self.deadline = deadline
-        self.part = part
+        self.lender = lender
         self._secret = auth.check_secret(secret)
         self.epochs = epochs
         self.hello = versions.hello(
@@ -67,9 +63,6 @@ class Receiver:
         self._command = command
         self._lock = threading.Lock()
         self._sessions: dict[bytes, Session] = {}
-        self._running: dict[str, Inbound] = {}
-        self._finished: OrderedDict[str, int] = OrderedDict()
-        self._threads: set[threading.Thread] = set()
         self._strangers: set[Connection] = set()
         self._closing = False
         hosts = [host] if isinstance(host, str) else list(host)
@@ -79,23 +72,19 @@ class Receiver:
             listener.getsockname()[:2] for listener in self._listeners
         ]
         self.address = self.addresses[0]
-        self.spawn("accept", self._accept)
+        self.desk.spawn("accept", self._accept)
 
     def abort(self, transfer: str, reason: str) -> bool:
         """Give up a transfer from this side; False if there is none to give up."""
-        with self._lock:
-            inbound = self._running.get(transfer)
-        return inbound is not None and inbound.abort("aborted", f"receiver: {reason}")
+        return self.desk.abort(transfer, reason)
 
     def stats(self) -> dict[str, int]:
         """Counts that are all zero, but for `finished`, when nothing is connected or under way."""
         with self._lock:
-            return {
-                "links": len(self._sessions),
-                "transfers": len(self._running),
-                "finished": len(self._finished),
-                "threads": max(0, len(self._threads) - 1),  # but for the one that accepts
-            }
+            links = len(self._sessions)
+        stats = self.desk.stats()
+        # But for the one that accepts.
+        return {"links": links, **stats, "threads": max(0, stats["threads"] - 1)}
 
     def close(self) -> None:
         """Stop listening, end every link (their transfers are aborted), wait for the threads."""
@@ -105,68 +94,17 @@ class Receiver:
             self._closing = True
             sessions = list(self._sessions.values())
             strangers = list(self._strangers)
+        self.desk.close()
         self._wake_write.send(b"x")
         for stranger in strangers:
             stranger.kill()
         for session in sessions:
             session.fail(LinkError("the receiver is closing", "aborted"))
-        limit = time.monotonic() + 2 * self.deadline
-        while (thread := self._any_thread()) is not None and time.monotonic() < limit:
-            thread.join(max(0.0, limit - time.monotonic()))
+        self.desk.join(2 * self.deadline)
         self._wake_read.close()
         self._wake_write.close()
 
     # -- for sessions -----------------------------------------------------------------------
-
-    def spawn(self, name: str, work: Callable[..., None], *args: object) -> None:
-        """Run `work` in a thread that `close` waits for."""
-
-        def run() -> None:
-            try:
-                work(*args)
-            finally:
-                with self._lock:
-                    self._threads.discard(threading.current_thread())
-
-        thread = threading.Thread(target=run, name=f"link-{name}", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        thread.start()
-
-    def enter(self, inbound: Inbound) -> Ack | Nack | None:
-        """Register an attempt; an Ack or Nack if there is nothing to admit.
-
-        An older attempt of the same transfer is given up first, and its sink told.
-        """
-        offer = inbound.offer
-        limit = time.monotonic() + self.deadline
-        while True:
-            with self._lock:
-                if self._closing:
-                    return Nack(offer.number, "aborted", "the receiver is closing")
-                if offer.transfer in self._finished:
-                    return Ack(offer.number, self._finished[offer.transfer], duplicate=True)
-                older = self._running.get(offer.transfer)
-                if older is None:
-                    self._running[offer.transfer] = inbound
-                    return None
-            if older.offer.attempt >= offer.attempt:
-                reason = f"attempt {older.offer.attempt} of this transfer is under way"
-                return Nack(offer.number, "stale", reason)
-            older.abort("aborted", "a newer attempt was offered")
-            if not older.settled.wait(max(0.0, limit - time.monotonic())):
-                return Nack(offer.number, "busy", "an older attempt is still being cleared away")
-
-    def leave(self, inbound: Inbound, *, done: bool) -> None:
-        """The attempt is over and the sink knows."""
-        transfer = inbound.offer.transfer
-        with self._lock:
-            if self._running.get(transfer) is inbound:
-                del self._running[transfer]
-            if done:
-                self._finished[transfer] = inbound.nbytes
-                while len(self._finished) > REMEMBERED:
-                    self._finished.popitem(last=False)
 
     def plan(self, form: Form, sender: str) -> Plan:
         """How this end's child of an rdma link is to be started."""
@@ -185,10 +123,6 @@ class Receiver:
         )
 
     # -- accepting --------------------------------------------------------------------------
-
-    def _any_thread(self) -> threading.Thread | None:
-        with self._lock:
-            return next(iter(self._threads - {threading.current_thread()}), None)
 
     def _accept(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -214,7 +148,7 @@ class Receiver:
             if welcome:
                 self._strangers.add(connection)
         if welcome:
-            self.spawn("handshake", self._serve, connection)
+            self.desk.spawn("handshake", self._serve, connection)
         else:
             connection.close()
 

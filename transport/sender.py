@@ -5,61 +5,30 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from transport import auth, versions
 from transport.control import Control
-from transport.errors import LinkError
-from transport.outbound import Part, Report, Transfer
-from transport.protocol import Ack, Hello, Message, Nack, Offer, Ping, Ready
+from transport.desk import Desk
+from transport.errors import LinkError, Refused
+from transport.exchange import Exchange
+from transport.incoming import Incoming
+from transport.outbound import Report, Transfer
+from transport.outgoing import WINDOW, Outgoing, Stream, Way
+from transport.protocol import Abort, Ack, Ask, Hello, Message, Nack, Offer, Ping, Ready, Want
 from transport.wire import Connection
 
 Address = tuple[str, int]
-WINDOW = 1 << 30
-"""Payload bytes that one transfer may have queued before `send` waits."""
 
-__all__ = ["Report", "Sender", "Transfer"]
+__all__ = ["WINDOW", "Report", "Sender", "Transfer"]
 
 
-class Way(Protocol):
-    """A way for parts: `run` sends until next_part says None; any LinkError ends the link."""
+class Sender(Outgoing):
+    """A connected link; make it with `connect`. After any link error it is dead: connect anew.
 
-    def run(self, sender: Sender) -> None:
-        """In a thread of its own."""
-
-    def kill(self) -> None:
-        """Wake `run`, from any thread."""
-
-    def close(self) -> None:
-        """Release what is held; after `run` has returned, in its thread."""
-
-
-class Stream:
-    """One TCP connection for parts."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def run(self, sender: Sender) -> None:
-        """Write parts as they come."""
-        while (part := sender.next_part()) is not None:
-            self._connection.write(part.head, part.payload)
-            sender.written(part)
-            del part  # the payload's memory must not outlive its transfer here
-
-    def kill(self) -> None:
-        """Wake `run`."""
-        self._connection.kill()
-
-    def close(self) -> None:
-        """Release the socket."""
-        self._connection.close()
-
-
-class Sender:
-    """A connected link; make it with `connect`. After any link error it is dead: connect anew."""
+    It sends states, and with a `desk` it may ask the other end for one, which comes back over the
+    same connections.
+    """
 
     def __init__(
         self,
@@ -69,25 +38,16 @@ class Sender:
         deadline: float,
         window: int = WINDOW,
         path: str = "tcp",
+        desk: Desk | None = None,
     ) -> None:
+        super().__init__(epoch=peer.epoch, deadline=deadline, window=window, path=path)
         self.peer = peer
-        self.path = path
-        self.epoch = peer.epoch
-        self.deadline = deadline
-        self.window = window
         self.streams = len(ways)
-        # One lock, three reasons to wait: an answer or an end, a part to send, room in the queue.
-        # A thread is woken only for its own: hundreds of parts pass while `finish` waits.
-        lock = threading.RLock()
-        self.changed = threading.Condition(lock)
-        self.room = threading.Condition(lock)
-        self._ready = threading.Condition(lock)
         self._control = control
         self._ways = list(ways)
-        self._parts: deque[Part] = deque()
-        self._transfers: dict[int, Transfer] = {}
-        self._number = 0
-        self._error: LinkError | None = None
+        self._incoming = None if desk is None else Incoming(control, peer.epoch, desk)
+        self._asked: dict[int, tuple[str, Callable[[LinkError], None]]] = {}
+        self._readers: list[threading.Thread] = []
         self._threads = [threading.Thread(target=self._listen, name="link-control", daemon=True)]
         self._threads += [
             threading.Thread(target=self._send, args=(each,), name=f"link-data-{i}", daemon=True)
@@ -106,11 +66,13 @@ class Sender:
         streams: int = 2,
         node: str = "local",
         window: int = WINDOW,
+        desk: Desk | None = None,
     ) -> Sender:
         """Form a link: `streams` data connections over one address, or one per cable in turn.
 
-        `deadline` (seconds) bounds every single wait for the peer. Raises LinkError: peer not
-        there, not holding the secret, or of another version.
+        `deadline` (seconds) bounds every single wait for the peer; `desk` is where states come in
+        that are asked for. Raises LinkError: peer not there, not holding the secret, or of another
+        version.
         """
         auth.check_secret(secret)
         if not 1 <= streams <= auth.MAX_STREAMS:
@@ -126,79 +88,43 @@ class Sender:
                 for i in range(streams)
             ]
             ways = [Stream(connection) for connection in data]
-            return cls(control, ways, theirs, deadline, window)
+            return cls(control, ways, theirs, deadline, window, desk=desk)
         except BaseException:
             for connection in made:
                 connection.close()
             raise
 
     @property
-    def alive(self) -> bool:
-        """False once the link has failed or was closed."""
-        return self._error is None
-
-    @property
-    def busy(self) -> bool:
-        """True while a transfer is open."""
-        with self.changed:
-            return bool(self._transfers)
-
-    @property
-    def error(self) -> LinkError | None:
-        """Why the link is dead."""
-        return self._error
-
-    @property
     def control_bytes(self) -> int:
         """Bytes of control messages so far, both directions."""
         return self._control.sent + self._control.received
 
-    def offer(
+    def ask(
         self,
         transfer: str,
         *,
+        turn: str,
+        response: str,
         fingerprint: bytes,
         tokens: int,
-        nbytes: int,
-        response: str | None = None,
-        start: int = 0,
-        block_tokens: int = 0,
-        attempt: int = 1,
-        purpose: str = "handoff",
-    ) -> Transfer:
-        """Offer a state and wait for the receiver's grant; see protocol.Offer for the arguments.
+        refused: Callable[[LinkError], None],
+    ) -> None:
+        """Ask the other end for the state after `turn`; see protocol.Ask.
 
-        `nbytes` must be an upper bound of all payload bytes. Raises Refused (the link is sound),
-        LinkError otherwise. If the same transfer was delivered before, the handle is already
-        acknowledged: `send` drops its pieces and `finish` returns at once.
+        It comes to the desk's sink under the name `transfer`. `refused` is called where the other
+        end has nothing to offer or the link breaks before it has. Raises LinkError.
         """
         with self.changed:
             if self._error is not None:
                 raise self._error
-            offer = Offer(
-                transfer=transfer,
-                attempt=attempt,
-                response=response or transfer,
-                fingerprint=fingerprint,
-                start=start,
-                tokens=tokens,
-                nbytes=nbytes,
-                block_tokens=block_tokens,
-                purpose=purpose,
-                number=self._number,
-            )
-            offer.validate()
-            handle = Transfer(self, offer)
-            self._transfers[self._number] = handle
+            if self._incoming is None:
+                raise LinkError("this link was formed without a desk for what it asks", "failed")
+            ask = Ask(self._number, transfer, turn, response, fingerprint, tokens)
+            ask.validate()
             self._number += 1
-            # Sent under the condition: numbers must reach the receiver in growing order.
-            self.tell(offer)
-        try:
-            handle.await_ready()
-        except LinkError:
-            self.forget(handle)
-            raise
-        return handle
+            self._asked[ask.number] = (transfer, refused)
+            self._open_ears(self._incoming)
+            self.tell(ask)
 
     def close(self) -> None:
         """End the link and wait for its threads; transfers still open fail. Idempotent."""
@@ -207,8 +133,6 @@ class Sender:
             if thread is not threading.current_thread():
                 thread.join(2 * self.deadline)
 
-    # -- for transfers ----------------------------------------------------------------------
-
     def tell(self, message: Message) -> None:
         """Send a control message; a failure ends the link and shows at the next wait."""
         try:
@@ -216,56 +140,20 @@ class Sender:
         except LinkError as error:
             self.fail(error)
 
-    def queue(self, part: Part) -> None:
-        """Add a part for the ways; called with `changed` held."""
-        self._parts.append(part)
-        self._ready.notify()
-
-    def forget(self, transfer: Transfer) -> None:
-        """The receiver's answers about this transfer are of no interest any more."""
-        with self.changed:
-            self._transfers.pop(transfer.offer.number, None)
-
     def fail(self, error: LinkError) -> None:
         """End the link: its transfers fail with this error. Idempotent."""
-        with self.changed:
-            if self._error is not None:
-                return
-            self._error = error
-            for transfer in self._transfers.values():
-                transfer.fail(error)
-            self._transfers.clear()
-            self._parts.clear()
-            for condition in (self.changed, self.room, self._ready):
-                condition.notify_all()
+        if not self.end(error):
+            return
         self._control.connection.kill()
         for way in self._ways:
             way.kill()
-
-    # -- for ways ---------------------------------------------------------------------------
-
-    def next_part(self, *, wait: bool = True) -> Part | None:
-        """The next part to be sent; None if the link has ended or, without `wait`, if none is."""
+        if self._incoming is not None:
+            self._incoming.fail(error)
         with self.changed:
-            while self._error is None:
-                while self._parts:
-                    part = self._parts.popleft()
-                    if not part.transfer.over:
-                        return part
-                    self._gone(part)
-                if not wait:
-                    break
-                self._ready.wait()
-            return None
-
-    def written(self, part: Part) -> None:
-        """The part's payload is not needed any more."""
-        with self.changed:
-            self._gone(part)
-
-    def _gone(self, part: Part) -> None:
-        part.transfer.left(len(part.payload))
-        self.room.notify_all()
+            waiting = list(self._asked.values())
+            self._asked.clear()
+        for _, refused in waiting:
+            refused(error)
 
     # -- threads ----------------------------------------------------------------------------
 
@@ -275,7 +163,29 @@ class Sender:
         except LinkError as error:
             self.fail(error)
         finally:
+            with self.changed:
+                readers = list(self._readers)
+            for reader in readers:  # a socket is closed when nobody is inside it any more
+                reader.join(2 * self.deadline)
             way.close()
+
+    def _open_ears(self, incoming: Incoming) -> None:
+        """Begin to read what comes back; called with `changed` held."""
+        for way in self._ways:
+            if isinstance(way, Exchange):
+                way.incoming = incoming
+            elif isinstance(way, Stream) and len(self._readers) < len(self._ways):
+                reader = threading.Thread(
+                    target=self._hear, args=(incoming, way), name="link-back", daemon=True
+                )
+                self._readers.append(reader)
+                reader.start()
+
+    def _hear(self, incoming: Incoming, way: Stream) -> None:
+        try:
+            incoming.serve(way.connection)
+        except LinkError as error:
+            self.fail(error)
 
     def _listen(self) -> None:
         heard = pinged = time.monotonic()
@@ -289,6 +199,8 @@ class Sender:
                     self._heard(message)
                 elif now - heard > self.deadline:
                     raise LinkError(f"no sign of life from the receiver for {self.deadline:g} s")
+                if self._incoming is not None:
+                    self._incoming.expire(now)
                 if now - pinged >= self.deadline / 4:
                     pinged = now
                     count = (count + 1) & 0xFFFFFFFF
@@ -301,16 +213,27 @@ class Sender:
     def _heard(self, message: Message) -> None:
         if isinstance(message, Ping):
             return
-        if not isinstance(message, Ready | Ack | Nack):
+        if isinstance(message, Ready | Ack | Nack):
+            if not self.answered(message) and isinstance(message, Nack):
+                self._refused(message.number, Refused(message.reason, message.code))
+        elif self._incoming is not None and isinstance(message, Offer):
+            with self.changed:
+                for number, (transfer, _) in list(self._asked.items()):
+                    if transfer == message.transfer:
+                        del self._asked[number]
+            self._incoming.offered(message)
+        elif self._incoming is not None and isinstance(message, Abort):
+            self._incoming.aborted(message)
+        elif isinstance(message, Want) and isinstance(self._ways[0], Exchange):
+            self._ways[0].wanted(message.count, self)
+        else:
             raise LinkError(f"unexpected {type(message).__name__} from a receiver", "protocol")
+
+    def _refused(self, number: int, error: LinkError) -> None:
         with self.changed:
-            transfer = self._transfers.get(message.number)
-            if transfer is not None:
-                transfer.answer(message)
-                if not isinstance(message, Ready):
-                    del self._transfers[message.number]
-                self.changed.notify_all()
-                self.room.notify_all()
+            _, refused = self._asked.pop(number, (None, None))
+        if refused is not None:
+            refused(error)
 
 
 def greet(control: Control, mine: Hello) -> Hello:

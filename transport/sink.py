@@ -1,13 +1,15 @@
-"""What a receiving node puts behind a Receiver: admission, memory and the taking over of pieces."""
+"""What a node puts behind a link: what takes states over, and what finds states to lend."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from store.codec.header import Piece
 from transport.errors import Code
-from transport.protocol import Offer
+from transport.protocol import Ask, Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +59,29 @@ class Sink(Protocol):
 
     def abort(self, transfer: str, reason: str) -> None:
         """The transfer is over without success: release the grant and every buffer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A state on its way to whoever asked for it: `tokens` positions, `nbytes` at most.
+
+    `pieces` are its rows in order and the snapshot last.
+    """
+
+    tokens: int
+    nbytes: int
+    block_tokens: int
+    pieces: Iterator[Piece]
+
+
+class Lender(Protocol):
+    """Finds a state for the other end of a link."""
+
+    def lend(self, ask: Ask) -> AbstractContextManager[Loan]:
+        """The state after `ask.turn`; its memory may go when the context ends.
+
+        Called in a thread of its own, for any number of asks at a time. May wait, but less than
+        the link's deadline. Raises LinkError, with code "missing" where it is not here.
+        """
         ...

@@ -476,7 +476,7 @@ def test_versions_that_differ_are_named_on_both_ends(field: str, what: str) -> N
     rogue = RogueReceiver()
     thread = threading.Thread(target=lambda: rogue.greet(**{field: 99, "tandem": "9.9"}))
     thread.start()
-    with pytest.raises(LinkError, match=rf"{what} 1 here .* 99 on rogue \(Tandem 9.9\)") as caught:
+    with pytest.raises(LinkError, match=rf"{what} \d here .* 99 on rogue \(Tandem 9.9\)") as caught:
         Sender.connect(rogue.address, SECRET, DEADLINE)
     assert caught.value.code == "version"
     thread.join(20)
