@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -16,8 +17,9 @@ from scheduler.outbox import Outbox
 from scheduler.queue import wait_for_work
 from scheduler.record import Job, Result
 from scheduler.redis_client import AWAY, connect
-from scheduler.runs import Outcome, Runs, SendBack
+from scheduler.runs import Outcome, Release, Runs, SendBack
 from scheduler.worker import LoopWorker
+from store.meter import Meter, charge
 
 log = logging.getLogger("tandem.decode")
 
@@ -122,13 +124,14 @@ class DecodeLoop(LoopWorker):
             if execution is None:
                 break
             if self.stopping:
-                self._settle_after(execution, partial(self.runs.hand_back, execution.job))
+                self._settle_after(execution, partial(self._give_back, execution))
                 continue
             try:
                 self._engine.add(execution, execution.job)
             except SendBack as error:
                 log.info("%s goes back to prefill: %s", execution.job.id, error)
-                self._settle_after(execution, partial(self.runs.send_back, execution.job))
+                execution.notes.fork("start", "sent back", str(error))
+                self._settle_after(execution, partial(self._send_back, execution))
             except Exception as error:
                 self._close(Finished(execution, error=error))
             else:
@@ -145,7 +148,16 @@ class DecodeLoop(LoopWorker):
             if execution.lost:
                 self.drop(execution)
             else:
-                self._settle_after(execution, partial(self.runs.cancelled, execution.job))
+                self._settle_after(execution, partial(self._cancelled, execution))
+
+    def _cancelled(self, execution: Execution) -> Outcome:
+        return self.runs.cancelled(execution.job, ledger=self.noted(execution, "cancelled"))
+
+    def _give_back(self, execution: Execution) -> Release:
+        return self.runs.hand_back(execution.job, ledger=self.noted(execution, "handed back"))
+
+    def _send_back(self, execution: Execution) -> Release:
+        return self.runs.send_back(execution.job, ledger=self.noted(execution, "sent back"))
 
     def _hand_back_all(self) -> None:
         for execution in self._rows:
@@ -154,7 +166,7 @@ class DecodeLoop(LoopWorker):
             waiting = list(self._inbox)
             self._inbox.clear()
         for execution in [*self._rows, *waiting]:
-            self._settle_after(execution, partial(self.runs.hand_back, execution.job))
+            self._settle_after(execution, partial(self._give_back, execution))
         self._rows.clear()
 
     def _close(self, finished: Finished) -> None:
@@ -162,7 +174,8 @@ class DecodeLoop(LoopWorker):
         execution = finished.execution
         if execution in self._rows:
             self._rows.remove(execution)
-        self._outbox.then(execution, lambda: self._submit(self._settle_finished, finished))
+        ended = time.monotonic()
+        self._outbox.then(execution, lambda: self._submit(self._settle_finished, finished, ended))
 
     def _settle_after(self, execution: Execution, step: Any) -> None:
         self._outbox.then(execution, lambda: self._submit(self.settle, execution, step))
@@ -173,39 +186,49 @@ class DecodeLoop(LoopWorker):
         except RuntimeError:  # shut down: the process is about to end
             function(*arguments)
 
-    def _settle_finished(self, finished: Finished) -> None:
+    def _settle_finished(self, finished: Finished, ended: float) -> None:
         """On a background thread, after the events: make the turn durable, then end the job."""
         execution, error = finished.execution, finished.error
         if execution.lost:
             self.drop(execution)
             return
+        execution.notes.add("flush", ended, time.monotonic())
         if error is None and finished.commit is not None:
             try:
-                finished.commit()
+                with execution.notes.stage("record"):
+                    finished.commit()
             except Exception as failure:
                 error = failure
         if error is not None or finished.result is None:
             self.fail(execution, error or RuntimeError("the engine gave no result"))
             return
         result = finished.result
-        self.settle(execution, lambda: self._finish(execution, result))
+        ledger = b""
 
-    def _finish(self, execution: Execution, result: Result) -> Outcome:
+        def finish() -> Outcome:
+            nonlocal ledger
+            ledger = self.noted(execution, result.status)
+            return self._finish(execution, result, ledger)
+
+        if self.settle(execution, finish) == "ok" and finished.noted is not None and ledger:
+            finished.noted(execution.job, result, ledger, self.clock.redis(time.monotonic()))
+
+    def _finish(self, execution: Execution, result: Result, ledger: bytes) -> Outcome:
         first = execution.first + len(execution.log)
-        outcome = self.runs.finish(execution.job, result, first)
+        outcome = self.runs.finish(execution.job, result, first, ledger)
         if outcome == "behind":
             # Redis came back without its last moments; it gets the whole run again.
             packed = [event.data for event in execution.log]
             tokens = any(event.tokens for event in execution.log)
             self.runs.append(execution.job, execution.first, packed, tokens)
-            outcome = self.runs.finish(execution.job, result, first)
+            outcome = self.runs.finish(execution.job, result, first, ledger)
         return outcome
 
     # --- the taking thread -------------------------------------------------------------------
 
     def _take(self) -> None:
         client = connect(self.url, patience=0)
-        runs = Runs(client, self.settings)
+        runs = Runs(client, self.settings, self.clock)
         pause = 0.05
         while not self.stopping:
             with self._changed:
@@ -213,16 +236,20 @@ class DecodeLoop(LoopWorker):
                     self._changed.wait(0.2)
                     continue
             try:
-                job = runs.take(self.queue, self.name, self.holder)
+                taking = Meter()
+                with charge(taking):
+                    job = runs.take(self.queue, self.name, self.holder)
                 if job is None:
                     wait_for_work(client, self.queue)
                     continue
                 execution = Execution(
                     job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
                 )
+                execution.notes.meter.take(taking)
                 self.hold(execution)
                 if job.first_token_at is not None:
-                    execution.replay = events.replay(client, job.id)
+                    with execution.notes.stage("replay"), charge(execution.notes.meter):
+                        execution.replay = events.replay(client, job.id)
                 if job.cancel:
                     execution.mark_cancelled()
                 pause = 0.05

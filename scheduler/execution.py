@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.events import Replay
+from scheduler.ledger.notes import Notes
 from scheduler.record import Job, Result
 from scheduler.serializer import pack
 
@@ -16,7 +17,8 @@ from scheduler.serializer import pack
 class Execution:
     """A job under a run of ours. Flags are set from other threads; reading them is free.
 
-    `replay`: what an earlier run of the same decode has emitted already.
+    `replay`: what an earlier run of the same decode has emitted already. `notes`: where its time
+    and bytes go; they travel with the step that ends the run.
     """
 
     job: Job
@@ -29,6 +31,7 @@ class Execution:
     #: Packed events of this run in order, and the number of the first one.
     log: list[Pending] = field(default_factory=list)
     first: int = 0
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def id(self) -> str:
@@ -79,10 +82,13 @@ class Finished:
     """How an execution ended in the engine: with a result, or with an error.
 
     `commit` makes the turn durable. It runs on a background thread after the job's events are
-    written and before its terminal event is; when it raises, the job fails.
+    written and before its terminal event is; when it raises, the job fails. `noted` is told, once
+    the job has ended: the job as it was taken, the result, this run's packed notes, and when that
+    was in Redis TIME.
     """
 
     execution: Execution
     result: Result | None = None
     error: Exception | None = None
     commit: Callable[[], None] | None = None
+    noted: Callable[[Job, Result, bytes, float], None] | None = None

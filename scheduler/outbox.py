@@ -20,6 +20,7 @@ from scheduler import scripts
 from scheduler.execution import Execution, Pending
 from scheduler.redis_client import AWAY
 from scheduler.runs import append_call
+from store.meter import Meter, charge
 
 log = logging.getLogger("tandem.outbox")
 
@@ -120,7 +121,11 @@ class Outbox:
             append_call(e.job, first, [p.data for p in events], any(p.tokens for p in events))
             for e, first, events in numbered
         ]
-        answers: list[Any] = scripts.call_many(self._client, calls) if calls else []
+        sending = Meter()
+        with charge(sending):
+            answers: list[Any] = scripts.call_many(self._client, calls) if calls else []
+        for execution, _, _ in numbered:
+            execution.notes.meter.take(sending, 1 / len(calls))
         for (execution, _, events), answer in zip(numbered, answers, strict=True):
             if isinstance(answer, AWAY):
                 raise answer

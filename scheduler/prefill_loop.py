@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from scheduler.record import Job
 from scheduler.redis_client import AWAY, connect
 from scheduler.runs import Cancelled, Drain, Lost, Outcome, Preempted
 from scheduler.worker import LoopWorker
+from store.meter import Meter, charge
 
 log = logging.getLogger("tandem.prefill")
 
@@ -73,9 +75,10 @@ class PrefillLoop(LoopWorker):
         while not self.stopping:
             if not self._room.acquire(timeout=0.2):
                 continue
-            job = None
+            job, taking = None, Meter()
             try:
-                job = self.runs.take(self.queue, self.name, self.holder)
+                with charge(taking):
+                    job = self.runs.take(self.queue, self.name, self.holder)
                 if job is None:
                     wait_for_work(self._waiter, self.queue)
                 pause = 0.05
@@ -86,10 +89,12 @@ class PrefillLoop(LoopWorker):
             if job is None:
                 self._room.release()
                 continue
-            self._one(job)
+            execution = Execution(job, _progress=self._beat_now.set)
+            execution.notes.meter.take(taking)
+            self._one(execution)
 
-    def _one(self, job: Job) -> None:
-        execution = Execution(job, _progress=self._beat_now.set)
+    def _one(self, execution: Execution) -> None:
+        job, notes = execution.job, execution.notes
         self.hold(execution)
         settled = True
         begun_at = -1
@@ -102,7 +107,8 @@ class PrefillLoop(LoopWorker):
             if prefilled == begun_at or prefilled >= job.prompt_tokens - 1 or self.stopping:
                 return False
             try:
-                ahead = self.runs.look_ahead(job, self.queue, self.holder, prefilled)
+                with charge(notes.meter):
+                    ahead = self.runs.look_ahead(job, self.queue, self.holder, prefilled)
                 if ahead.better and self._may_park():
                     raise Preempted
             except AWAY:
@@ -114,23 +120,39 @@ class PrefillLoop(LoopWorker):
             self.check(execution, 0)
             tail = self._engine.prefill(execution, job, check)
             settled = False
-            self._closers.submit(self._hand_off, execution, tail, max(begun_at, 0))
+            computed = time.monotonic()
+            self._closers.submit(self._hand_off, execution, tail, max(begun_at, 0), computed)
         except Lost:
             self.drop(execution)
         except Cancelled:
             parked = execution.prefilled if getattr(self._engine, "parks", 0) else 0
             self.settle_soon(
-                execution, lambda: self.runs.cancelled(job, holder=self.holder, parked=parked)
+                execution,
+                lambda: self.runs.cancelled(
+                    job,
+                    holder=self.holder,
+                    parked=parked,
+                    ledger=self.noted(execution, "cancelled"),
+                ),
             )
         except Preempted:
             self._parked.add(job.id)
             parked = execution.prefilled
             # Before the next take: this job competes with what is better.
             self.settle(
-                execution, lambda: self.runs.hand_back(job, holder=self.holder, parked=parked)
+                execution,
+                lambda: self.runs.hand_back(
+                    job,
+                    holder=self.holder,
+                    parked=parked,
+                    ledger=self.noted(execution, "parked: a better job waited"),
+                ),
             )
         except Drain:
-            self.settle_soon(execution, lambda: self.runs.hand_back(job))
+            self.settle_soon(
+                execution,
+                lambda: self.runs.hand_back(job, ledger=self.noted(execution, "handed back")),
+            )
         except Exception as error:
             self.fail(execution, error)
         finally:
@@ -144,19 +166,27 @@ class PrefillLoop(LoopWorker):
             self._parked = {resp for resp in self._parked if self.runs.is_parked(resp)}
         return len(self._parked) < room
 
-    def _hand_off(self, execution: Execution, tail: Tail, begun_at: int) -> None:
+    def _hand_off(self, execution: Execution, tail: Tail, begun_at: int, computed: float) -> None:
         """On a background thread: finish the transfer, then the stage."""
-        job, prefilled = execution.job, execution.prefilled
+        job, prefilled, notes = execution.job, execution.prefilled, execution.notes
         try:
-            if self._announce(job, prefilled, begun_at) == "lost":
-                execution.mark_lost()
+            notes.add("settle", computed, time.monotonic())
+            with notes.stage("announce"), charge(notes.meter):
+                if self._announce(job, prefilled, begun_at) == "lost":
+                    execution.mark_lost()
             try:
-                facts = dict(tail())
+                with notes.stage("hand off"):
+                    facts = dict(tail())
             except Exception as error:
                 log.warning("hand-off of %s failed", job.id, exc_info=error)
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
             queue = self._route(job)
-            self.settle(execution, lambda: self.runs.finish_prefill(job, facts, queue, prefilled))
+            self.settle(
+                execution,
+                lambda: self.runs.finish_prefill(
+                    job, facts, queue, prefilled, self.noted(execution, "handed off")
+                ),
+            )
         except Exception:
             log.exception("the hand-off of %s ended in an error of the loop", job.id)
         finally:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
+from scheduler.ledger.notes import FIELD
 from scheduler.serializer import unpack
 
 Status = Literal[
@@ -41,8 +42,10 @@ LISTED: tuple[str, ...] = (
     "background", "priority", "created_at", *(f"t_{status}" for status in STATUSES),
     "t_first_token", "prompt_tokens", "held_tokens", "prefilled_tokens", "computed_tokens", "run",
     "worker", "attempts", "p_attempts", "cancel", "seq", "handoff", "usage", "error", "reason",
-    "path",
+    "path", "enqueued_at", "taken_at",
 )  # fmt: skip
+
+_PIECE = FIELD.encode()
 
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{32}\Z")
 
@@ -175,7 +178,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A snapshot of a record. Times are seconds of Redis TIME."""
+    """A snapshot of a record. Times are seconds of Redis TIME.
+
+    `ledger`: what each run has noted (`scheduler.ledger`), packed, by the run's name.
+    `enqueued_at`, `taken_at`: when it last began to wait in a queue, and was last taken from one.
+    """
 
     id: str
     status: Status
@@ -209,6 +216,9 @@ class Job:
     path: dict[str, Any]
     prompt: bytes = b""
     prefill_attempts: int = 0
+    ledger: Mapping[str, bytes] = field(default_factory=dict)
+    enqueued_at: float = 0.0
+    taken_at: float = 0.0
 
     @property
     def attempts_by_stage(self) -> dict[Stage, int]:
@@ -281,4 +291,7 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         path=packed("path") or {},
         prompt=prompt,
         prefill_attempts=number("p_attempts"),
+        ledger={k.decode()[len(FIELD) :]: v for k, v in raw.items() if k.startswith(_PIECE)},
+        enqueued_at=float(text("enqueued_at") or 0.0),
+        taken_at=float(text("taken_at") or 0.0),
     )

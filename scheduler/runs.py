@@ -7,6 +7,7 @@ because a connection that breaks leaves open whether the server acted.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -16,6 +17,7 @@ import redis
 from scheduler import policy, scripts, shadow
 from scheduler.config import JobsConfig
 from scheduler.jobs import CANCELLED_EVENT
+from scheduler.ledger.clock import Clock
 from scheduler.queue import PREFILL
 from scheduler.record import Job, Result, parse
 from scheduler.serializer import pack
@@ -57,11 +59,20 @@ class Ahead(NamedTuple):
 
 
 class Runs:
-    """The fenced steps of running jobs. Thread-safe."""
+    """The fenced steps of running jobs. Thread-safe.
 
-    def __init__(self, client: redis.Redis, settings: JobsConfig | None = None) -> None:
+    Steps that end a run take its notes with them (`ledger`, packed): they cost no round trip.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        settings: JobsConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.client = client
         self.settings = settings or JobsConfig()
+        self.clock = clock or Clock()
 
     def take(self, queue: str, worker: str, holder: str, run: str | None = None) -> Job | None:
         """Start the next job of `queue`, or None. `worker`: RQ worker name; `holder`: role:node.
@@ -79,10 +90,12 @@ class Runs:
             "policy": policy.arguments(self.settings),
             "blank": shadow.fields("unknown", "prefill", queue, 0),
         }
+        before = time.monotonic()
         answer = scripts.call(self.client, "take", args)
         if answer is None:
             return None
-        resp, flat, prompt = answer
+        resp, flat, prompt, now = answer
+        self.clock.sample(before, float(now), time.monotonic())
         return parse(resp.decode(), dict(zip(flat[::2], flat[1::2], strict=True)), prompt)
 
     def renew(
@@ -126,7 +139,12 @@ class Runs:
         return self._outcome("handing_off", args)
 
     def finish_prefill(
-        self, job: Job, handoff: Mapping[str, Any], queue: str, prefilled: int = -1
+        self,
+        job: Job,
+        handoff: Mapping[str, Any],
+        queue: str,
+        prefilled: int = -1,
+        ledger: bytes = b"",
     ) -> Outcome:
         """End the prefill stage and enqueue the decode job in `queue`, in one step.
 
@@ -139,6 +157,7 @@ class Runs:
             "prefilled": prefilled,
             "handoff": pack(dict(handoff)),
             "queue": queue,
+            "ledger": ledger,
             "shadow": shadow.fields(job.id, "decode", queue, job.prompt_tokens),
         }
         return self._outcome("prefilled", args)
@@ -148,15 +167,15 @@ class Runs:
         name, args = append_call(job, first, events, tokens)
         return cast(Outcome, scripts.call(self.client, name, args)[0].decode())
 
-    def finish(self, job: Job, result: Result, first: int = -1) -> Outcome:
+    def finish(self, job: Job, result: Result, first: int = -1, ledger: bytes = b"") -> Outcome:
         """End a decode: completed or incomplete. The event is the last of the log."""
         name, args = self.finish_call(job, result, first)
-        return self._outcome(name, args)
+        return self._outcome(name, {**args, "ledger": ledger})
 
-    def fail(self, job: Job, code: str, message: str) -> Outcome:
+    def fail(self, job: Job, code: str, message: str, ledger: bytes = b"") -> Outcome:
         """End a job with an error that its client sees."""
         name, args = self.fail_call(job, code, message)
-        return self._outcome(name, args)
+        return self._outcome(name, {**args, "ledger": ledger})
 
     def cancelled(
         self,
@@ -165,25 +184,32 @@ class Runs:
         *,
         holder: str = "",
         parked: int = 0,
+        ledger: bytes = b"",
     ) -> Outcome:
         """End a job that its worker stopped because it was cancelled; `output`: what there was.
 
         `parked`: tokens of its prompt whose state `holder` keeps for the same prompt.
         """
         name, args = self.cancelled_call(job, output)
-        return self._outcome(name, {**args, "holder": holder, "parked": parked})
+        return self._outcome(name, {**args, "holder": holder, "parked": parked, "ledger": ledger})
 
-    def hand_back(self, job: Job, *, holder: str = "", parked: int = 0) -> Release:
+    def hand_back(
+        self, job: Job, *, holder: str = "", parked: int = 0, ledger: bytes = b""
+    ) -> Release:
         """Let the job wait again, first in RQ's list; no attempt is counted.
 
         `parked`: prompt tokens whose state `holder` keeps; it goes on from there.
         """
-        return self._release(job.id, job.run, "back", job, holder, parked)
+        return self._release(job.id, job.run, "back", job, holder, parked, ledger)
 
     def is_parked(self, resp: str) -> bool:
         """Whether a job waits with its state parked at some worker."""
         status, parked = self.client.hmget(f"tandem:job:{resp}", "status", "parked_by")
         return status == b"queued" and bool(parked)
+
+    def waiting(self, queue: str) -> int:
+        """How many jobs wait in `queue`."""
+        return int(self.client.llen(f"rq:queue:{queue}"))
 
     def look_ahead(self, job: Job, queue: str, holder: str, prefilled: int) -> Ahead:
         """Who waits while this job has `prefilled` of its tokens."""
@@ -198,9 +224,9 @@ class Runs:
         better, interactive = scripts.call(self.client, "better", args)
         return Ahead(bool(better), bool(interactive))
 
-    def send_back(self, job: Job) -> Release:
+    def send_back(self, job: Job, *, ledger: bytes = b"") -> Release:
         """Let a decode job be prefilled again. "failed" after `max_attempts` such returns."""
-        return self._release(job.id, job.run, "prefill", job)
+        return self._release(job.id, job.run, "prefill", job, ledger=ledger)
 
     def reclaim(self, job: Job, *, dead: bool) -> Release:
         """Take a job from a run whose lease ran out, or whose holder is `dead` for certain."""
@@ -261,6 +287,7 @@ class Runs:
         job: Job,
         holder: str = "",
         parked: int = 0,
+        ledger: bytes = b"",
     ) -> Release:
         stage, queue = (job.stage, job.queue) if mode != "prefill" else ("prefill", PREFILL)
         message = (
@@ -278,6 +305,7 @@ class Runs:
             "max_attempts": self.settings.max_attempts,
             "holder": holder,
             "parked": parked,
+            "ledger": ledger,
             "queue": queue,
             "shadow": shadow.fields(resp, stage, queue, job.prompt_tokens),
             "error": pack(error),

@@ -27,6 +27,7 @@ from rq.worker import BaseWorker, WorkerStatus
 from scheduler.config import JobsConfig
 from scheduler.execution import Execution
 from scheduler.jobs import Jobs
+from scheduler.ledger.clock import Clock
 from scheduler.queue import rq_queue
 from scheduler.reclaim import NodeLock, Reclaimer
 from scheduler.record import JobError
@@ -74,8 +75,9 @@ class LoopWorker(BaseWorker):
         self.url = url
         self.queue = queue
         self.holder = f"{self.role}:{node}"
+        self.clock = Clock()
         # The taking thread must notice a stop soon, so it never waits for Redis inside a call.
-        self.runs = Runs(connect(url, patience=0), self.settings)
+        self.runs = Runs(connect(url, patience=0), self.settings, self.clock)
         self._lock = NodeLock(lock_dir / f"{self.role}-{node}.lock") if lock_dir else None
         self._on_drain = on_drain
         self._held: dict[str, Execution] = {}
@@ -225,13 +227,31 @@ class LoopWorker(BaseWorker):
         else:
             log.error("job %s failed", job.id, exc_info=error)
             code, message = "server_error", f"internal error ({type(error).__name__}); see the log"
-        return self.settle(execution, lambda: self.runs.fail(job, code, message))
+        execution.notes.fork("end", "failed", code)
+        return self.settle(
+            execution,
+            lambda: self.runs.fail(job, code, message, self.noted(execution, "failed")),
+        )
+
+    def noted(self, execution: Execution, outcome: str) -> bytes:
+        """The notes of a run that ends now, packed for the step that ends it."""
+        job = execution.job
+        return execution.notes.packed(
+            self.clock,
+            lane=self.role,
+            node=self.holder.partition(":")[2],
+            worker=self.name,
+            queue=self.queue,
+            enqueued=job.enqueued_at,
+            taken=job.taken_at,
+            outcome=outcome,
+        )
 
     # --- threads -----------------------------------------------------------------------------
 
     def _heartbeat(self) -> None:
         client = connect(self.url, timeout=2.0, patience=0)
-        runs = Runs(client, self.settings)
+        runs = Runs(client, self.settings, self.clock)
         every = self.settings.lease_seconds / 4
         while not self._ended.is_set():
             self._beat_now.wait(every)
@@ -241,6 +261,7 @@ class LoopWorker(BaseWorker):
                 self._give_up(runs, held)
             try:
                 self._renew(runs, held)
+                self.clock.ask(client)
             except AWAY as error:
                 log.warning("heartbeat: Redis cannot be written (%s)", error)
                 self._ended.wait(0.2)
@@ -268,7 +289,7 @@ class LoopWorker(BaseWorker):
         """Second signal: hand back at once; what the engine still yields is foreign then."""
         for execution in held:
             try:
-                runs.hand_back(execution.job)
+                runs.hand_back(execution.job, ledger=self.noted(execution, "handed back"))
             except AWAY:
                 log.error("%s is left to its lease: Redis is away", execution.job.id)
             execution.mark_lost()

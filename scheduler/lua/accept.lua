@@ -1,4 +1,5 @@
 -- Accept a job: record, prompt, first events, RQ job; or say why not. ARGV[2]: token ids.
+-- Returns {outcome, detail}; for "accepted" the detail is the time.
 local key = record(args.id)
 local status, digest = unpack(redis.call('HMGET', key, 'status', 'digest'))
 if status then
@@ -54,4 +55,4 @@ end
 move(args.id, nil, 'queued')
 append(args.id, args.events)
 enqueue(args.id, args.stage, args.queue, args.shadow)
-return {'accepted', ''}
+return {'accepted', stamp(NOW)}

@@ -6,6 +6,7 @@ if why then return why end
 local stage, queue, worker, seq = unpack(redis.call('HMGET', key, 'stage', 'queue', 'worker', 'seq'))
 if args.first > tonumber(seq) then return 'behind' end
 leave(args.id, stage, queue, args.run, worker)
+keep_notes(args.id, args.run, args.ledger)
 local registry = args.status == 'failed' and 'failed' or args.status == 'cancelled' and 'canceled' or 'finished'
 close(args.id, stage, queue, registry, args.shadow_ttl, args.exception)
 if registry == 'finished' then

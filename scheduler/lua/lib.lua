@@ -63,8 +63,14 @@ local function enqueue(id, stage, queue, fields, front)
   end
   redis.call(front and 'LPUSH' or 'RPUSH', RQ .. ':queue:' .. queue, jid)
   redis.call('SADD', RQ .. ':queues', RQ .. ':queue:' .. queue)
+  redis.call('HSET', record(id), 'enqueued_at', stamp(NOW))
   index(id, queue)
   wake(queue)
+end
+
+-- What a run has noted of itself; `ledger`: packed, empty where nothing was kept.
+local function keep_notes(id, run, ledger)
+  if ledger and ledger ~= '' then redis.call('HSET', record(id), 'l:' .. run, ledger) end
 end
 
 -- End one execution: RQ's registries of what runs, and our lease.

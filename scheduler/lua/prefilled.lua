@@ -6,6 +6,7 @@ if status and before == args.run then return 'ok' end
 local why = foreign(args.id, args.run)
 if why then return why end
 leave(args.id, 'prefill', queue, args.run, worker)
+keep_notes(args.id, args.run, args.ledger)
 if cancel == '1' then
   close(args.id, 'prefill', queue, 'canceled', args.shadow_ttl)
   finish(args.id, 'cancelled', args.cancelled, {'reason', 'cancelled'})

@@ -13,6 +13,16 @@ end
 local stage, queue, worker, attempts, cancel, returns, status = unpack(redis.call('HMGET', key,
   'stage', 'queue', 'worker', 'attempts', 'cancel', 'returns', 'status'))
 leave(args.id, stage, queue, args.run, worker)
+if args.mode == 'expired' or args.mode == 'dead' then
+  -- Its worker can tell no more of it than when it was.
+  local enqueued, taken, holder = unpack(redis.call('HMGET', key, 'enqueued_at', 'taken_at', 'holder'))
+  keep_notes(args.id, args.run, cmsgpack.pack({
+    lane = stage, node = string.match(holder or '', ':(.*)$') or '', queue = queue,
+    enqueued = tonumber(enqueued or ''), taken = tonumber(taken or '') or NOW, lost = NOW,
+    base = tonumber(taken or '') or NOW, outcome = 'lost: its worker died or froze'}))
+else
+  keep_notes(args.id, args.run, args.ledger)
+end
 if cancel == '1' then
   close(args.id, stage, queue, 'canceled', args.shadow_ttl)
   finish(args.id, 'cancelled', args.cancelled, {'reason', 'cancelled'})

@@ -1,8 +1,9 @@
 -- Hand the best waiting job of a queue to a worker: list entry, record, lease and RQ execution at
--- once. Returns nil, or {id, record, token ids}. A call repeated with a run gets the same job.
+-- once. Returns nil, or {id, record, token ids, time}. A call repeated with a run gets the same job.
 local running = RQ .. ':worker:' .. args.worker .. ':executions'
 local function answer(id)
-  return {id, redis.call('HGETALL', record(id)), redis.call('GET', 'tandem:prompt:' .. id) or ''}
+  return {id, redis.call('HGETALL', record(id)), redis.call('GET', 'tandem:prompt:' .. id) or '',
+          stamp(NOW)}
 end
 for _, member in ipairs(redis.call('SMEMBERS', running)) do
   local id, run = string.match(member, '^(resp_%x+)%-[pd]:(.*)$')
@@ -49,7 +50,8 @@ end
 local key = record(id)
 if stage == 'decode' then unpromise(id) end
 local alone = stage == 'decode' and redis.call('HEXISTS', key, 'handoff') == 0
-redis.call('HSET', key, 'run', args.run, 'worker', args.worker, 'holder', args.holder)
+redis.call('HSET', key, 'run', args.run, 'worker', args.worker, 'holder', args.holder,
+           'taken_at', stamp(NOW))
 redis.call('HINCRBY', key, 'attempts', 1)
 move(id, status, (stage == 'prefill' or alone) and 'prefilling' or 'decoding')
 if redis.call('HSETNX', key, 'begun', stamp(NOW)) == 1 then append(id, args.first) end

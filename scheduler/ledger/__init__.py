@@ -1,0 +1,1 @@
+"""The ledger: where every second and byte of a request went, and why it went that way."""
