@@ -137,10 +137,10 @@ class NewJob:
     priority: Priority = "normal"
     deadline: float | None = None
     digest: str = ""
+    owner_waiting: int = 0
     events: Sequence[Mapping[str, Any]] = (
         {"type": "response.created"},
         {"type": "response.queued"},
-    owner_waiting: int = 0
     )
 
 
