@@ -13,7 +13,7 @@ from architectures import build, prompt_of
 from mlx.utils import tree_flatten
 
 from engine.decode import Batch
-from engine.drafters import Drafter, MtpDrafter, NgramDrafter
+from engine.drafters import Drafter, ModelDrafter, MtpDrafter, NgramDrafter, find_drafter
 from engine.errors import ModelError
 from engine.model import Model
 from engine.prefill import Prefill
@@ -187,6 +187,139 @@ def test_every_way_of_choosing_is_kept(small: Model, params: SamplingParams) -> 
         assert batch.facts["speculation"]["accepted"] > 5
         return
     raise AssertionError("no prompt with a varied answer")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_a_batch_are_verified_together(name: str) -> None:
+    model = build(name)
+    talks = [prompt_of(f"{name} {i}", Conversation("talk", n, 20)) for i, n in enumerate((83, 40))]
+    params = [
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=14, temperature=0.8, seed=4, repetition_penalty=1.1),
+    ]
+    known = [tokens(plain(model, ids, p)) for ids, p in zip(talks, params, strict=True)]
+    batch = Batch(model, 3, drafter=Known(talks, known), depth=4, clock=still)
+    uids = [batch.add(row(model, *each)) for each in zip(talks, params, strict=True)]
+    events = drain(batch)
+    facts = batch.facts["speculation"]
+    for uid, ids, answered in zip(uids, talks, known, strict=True):
+        assert tokens(events[uid]) == answered
+        last = events[uid][-1]
+        assert last.caches is not None
+        assert last.ids == ids + answered[:-1]
+        model.check_position(last.caches, len(last.ids))
+    if facts["batched"]:
+        assert facts["accepted"] > 10
+        assert batch.facts["steps"] < 18
+    else:  # one is decoded row by row, the other's positions do not go back row by row
+        assert name in ("minimax_m3", "qwen3_5"), facts["batch_reason"]
+        assert facts["batch_reason"]
+    end = events[uids[0]][-1]
+    more = end.pending + prompt_of("more", Conversation("more", 15, 0))
+    assert end.caches is not None
+    again = Batch(model, 1)
+    again.add(Row(end.caches, end.ids, more, SamplingParams(max_tokens=6)))
+    lengths = [64, 18, *[1] * 20, 15]
+    whole = end.ids + more
+    assert tokens(drain(again)[1]) == answer(model, whole, lengths, params[0]).tokens[:6]
+
+
+class Known:
+    """Proposes the known answers to known prompts, every third token wrong."""
+
+    name = "known"
+    hidden = False
+
+    def __init__(self, talks: Sequence[list[int]], known: Sequence[list[int]]) -> None:
+        self.talks = talks
+        self.known = known
+        self.script = Script([])
+
+    def fresh(self) -> Known:
+        return Known(self.talks, self.known)
+
+    def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
+        whole = [*ids, pending]
+        which = next(i for i, talk in enumerate(self.talks) if whole[: len(talk)] == talk)
+        self.script = Script(self.known[which])
+        self.script.at = len(whole) - len(self.talks[which])
+
+    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
+        return self.script.propose(ids, pending, count)
+
+    def settle(
+        self,
+        ids: Sequence[int],
+        drafted: Sequence[int],
+        new: Sequence[int],
+        hidden: mx.array | None,
+    ) -> None:
+        self.script.at += len(new)
+
+    def abort(self) -> None:
+        """Nothing to undo."""
+
+
+def test_rounds_that_are_slower_than_steps_rest(small: Model) -> None:
+    ids, known = distinct(small, "small")
+    now = [0.0]
+
+    class Slow(Script):
+        def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
+            now[0] += 10.0
+            return super().propose(ids, pending, count)
+
+    def clock() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    params = SamplingParams(max_tokens=60)
+    expected = tokens(plain(small, ids, params))
+    batch = Batch(small, 1, drafter=Slow(expected, wrong=100), depth=1, clock=clock)
+    batch.add(row(small, ids, params))
+    events = drain(batch)[1]
+    assert tokens(events) == expected
+    assert known == expected[:26]
+    # Two plain steps, eight rounds of two tokens each, and then single steps only.
+    assert events[-1].blocks == {1: 2 + 60 - 2 - 16, 2: 8}
+    assert (events[-1].drafted, events[-1].accepted) == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
+def test_a_smaller_model_drafts(name: str, small: Model) -> None:
+    draft = build(name)
+    talks = [prompt_of(f"drafted {i}", Conversation("talk", n, 20)) for i, n in enumerate((83, 40))]
+    params = SamplingParams(max_tokens=20)
+    same = Batch(draft, 1, drafter=ModelDrafter(draft, build(name)), depth=3, clock=still)
+    same.add(row(draft, talks[0], params))
+    assert tokens(drain(same)[1]) == tokens(plain(draft, talks[0], params))
+    assert same.facts["speculation"]["acceptance"] > 0.9
+    other = Batch(small, 2, drafter=ModelDrafter(small, draft), depth=3, clock=still)
+    uids = [other.add(row(small, ids, params)) for ids in talks]
+    events = drain(other)
+    for uid, ids in zip(uids, talks, strict=True):
+        assert tokens(events[uid]) == tokens(plain(small, ids, params))
+    assert other.facts["speculation"]["drafted"] > 10
+    assert other.facts["speculation"]["reason"] == ""
+
+
+def test_what_a_drafter_means_is_said(small: Model, tmp_path: Any) -> None:
+    assert find_drafter(small, "off") == (None, "switched off")
+    found, why = find_drafter(small, "auto")
+    assert isinstance(found, NgramDrafter)
+    assert "no prediction head" in why
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        find_drafter(small, str(tmp_path))
+    with pytest.raises(ModelError, match="no drafter can be loaded"):
+        find_drafter(small, "mtp")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["DFlash"]}')
+    with pytest.raises(ModelError, match="inner layers"):
+        find_drafter(small, str(tmp_path))
+
+
+def test_a_directory_with_a_smaller_model_drafts(default_model: Model, small: Model) -> None:
+    with pytest.raises(ModelError, match="a draft model of the same family"):
+        ModelDrafter(default_model, small)
 
 
 def test_a_retry_feeds_what_was_given_out_first(small: Model) -> None:
