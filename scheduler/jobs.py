@@ -45,6 +45,16 @@ _FORECAST = 250
 
 _LISTED = [name.encode() for name in LISTED]
 
+#: Seconds for which the record of a job that is not to be stored outlives it, so that its client
+#: gets the answer; one of the background is asked for only later.
+BRIEF, BRIEF_BACKGROUND = 60, 600
+
+
+def _brief(new: NewJob) -> dict[str, int]:
+    if new.request.get("store", True):
+        return {}
+    return {"brief": BRIEF_BACKGROUND if new.background else BRIEF}
+
 
 class Jobs:
     """Accept, find, cancel and list jobs. Thread-safe; every call is one round trip or two."""
@@ -84,6 +94,7 @@ class Jobs:
             "request": pack(dict(new.request)),
             "conversation": new.conversation or "",
             "previous": new.previous or "",
+            **_brief(new),
             "node": new.node,
             "background": int(new.background),
             "priority": new.priority,

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from scheduler.api import chat_stored
 from scheduler.api.backend import Backend
 from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault
@@ -40,7 +41,8 @@ def router(backend: Backend) -> APIRouter:
     ) -> Response:
         wanted = to_response_request(body)
         try:
-            accepted = await run_in_threadpool(accept, backend, wanted, idempotency_key)
+            about = {"chat": True} if body.store else {}
+            accepted = await run_in_threadpool(accept, backend, wanted, idempotency_key, about)
         except Fault as fault:
             raise _renamed(fault) from fault
         headers = {"x-request-id": accepted.id}
@@ -59,6 +61,7 @@ def router(backend: Backend) -> APIRouter:
             raise Fault(500, made["error"]["message"], code=made["error"]["code"], retry=False)
         return JSONResponse(completion(made), headers=headers)
 
+    chat_stored.add_to(routes, backend, completion)
     return routes
 
 

@@ -122,6 +122,9 @@ class ChatRequest(Shape):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=1)] | None = None
+    store: bool | None = Field(
+        None, description="true: can be retrieved; false: nothing of it is kept"
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
@@ -157,7 +160,7 @@ def to_response_request(body: ChatRequest) -> ResponseRequest:
             "model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "metadata", "user",
             "safety_identifier", "prompt_cache_key", "service_tier", "tool_choice",
             "parallel_tool_calls", "frequency_penalty", "presence_penalty", "repetition_penalty",
-            "logit_bias",
+            "logit_bias", "store",
         )
     }  # fmt: skip
     fields["input"] = [item for i, m in enumerate(body.messages) for item in _items(m, i)]

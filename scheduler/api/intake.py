@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -37,10 +38,16 @@ _TRIES = 3
 EMPTY = "the prompt is empty: give at least one message with text"
 
 
-def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> Accepted:
+def accept(
+    backend: Backend,
+    body: ResponseRequest,
+    key: str | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Accepted:
     """Check a request and put it into its queue. Blocking: tokenises, asks Redis and the store.
 
     `key` is the client's idempotency key: the same one with the same body names the same job.
+    `about`: what else is remembered with the turn.
     Raises Fault; then nothing was recorded.
     """
     model = backend.model(body.model)
@@ -58,6 +65,7 @@ def accept(backend: Backend, body: ResponseRequest, key: str | None = None) -> A
         lineage = find_lineage(backend, body, items)
         prompt = prompt_of(backend, body, lineage, shaping)
         fields = _job(backend, body, lineage, prompt, model, shaping)
+        fields["request"]["params"]["about"].update(about or {})
         job = NewJob(
             id=response_id(owner, key),
             owner=owner,

@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.api.summary import unseal
 from scheduler.api.tokenizer import Message, Rendering, TemplateError, Tokenizer
 
 _ANSWER = "Q0answer4d1e7a9b0Q"
 """Stands where an assistant's answer goes while the text around it is learnt."""
+
+BEFORE = "A summary of what was said and done before:"
 
 Item = Mapping[str, Any]
 
@@ -187,6 +190,9 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
             text = text_of(item.get("content") or item.get("summary") or "")
             if text:
                 messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+        elif kind == "compaction":
+            told = f"{BEFORE}\n\n{unseal(str(item['encrypted_content']))}"
+            messages.append({"role": "user", "content": told})
         elif kind == "message":
             role = "system" if item["role"] == "developer" else str(item["role"])
             text = text_of(item.get("content") or "", "" if role == "assistant" else "\n")
@@ -221,7 +227,7 @@ def text_of(content: Any, between: str = "\n") -> str:
 def is_empty(items: Sequence[Item]) -> bool:
     """True where the items say nothing: no text but white space and no function's output."""
     return not any(
-        item.get("type", "message") == "function_call_output"
+        item.get("type", "message") in ("function_call_output", "compaction")
         or text_of(item.get("content") or "").strip()
         for item in items
     )

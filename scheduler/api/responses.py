@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from scheduler.api import compaction
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
@@ -64,6 +65,8 @@ def router(backend: Backend) -> APIRouter:
     @routes.post("/input_tokens")
     def count_input_tokens(body: ResponseRequest) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": count_tokens(backend, body)}
+
+    compaction.add_to(routes, backend)
 
     @routes.get("/{response_id}")
     async def retrieve_response(

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from scheduler.api.items import new_id
+from scheduler.api.summary import unseal
 
 MAX_IDS = 10_000
 Text = Annotated[str, Field(max_length=32 * 1024 * 1024)]
@@ -123,6 +124,20 @@ class ReasoningItem(Shape):
     summary: list[ReasoningText] | None = None
 
 
+class CompactionItem(Shape):
+    """A summary of what was said before, as POST /v1/responses/compact gave it."""
+
+    type: Literal["compaction"]
+    id: Name | None = None
+    encrypted_content: Text
+
+    @field_validator("encrypted_content")
+    @classmethod
+    def _ours(cls, value: str) -> str:
+        unseal(value)
+        return value
+
+
 def _kind_of_item(value: Any) -> str:
     kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "")
     return f"«{kind}»"
@@ -132,12 +147,13 @@ Item = Annotated[
     Annotated[MessageItem, Tag("«message»")]
     | Annotated[CallItem, Tag("«function_call»")]
     | Annotated[CallOutputItem, Tag("«function_call_output»")]
-    | Annotated[ReasoningItem, Tag("«reasoning»")],
+    | Annotated[ReasoningItem, Tag("«reasoning»")]
+    | Annotated[CompactionItem, Tag("«compaction»")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_type",
-        custom_error_message="items here are message, function_call, function_call_output or "
-        "reasoning",
+        custom_error_message="items here are message, function_call, function_call_output, "
+        "reasoning or compaction",
     ),
 ]
 Items = Annotated[list[Item], Field(max_length=MAX_IDS)]
@@ -300,7 +316,7 @@ class NewItems(Shape):
     items: Annotated[list[Item], Field(min_length=1, max_length=20)]
 
 
-AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem | CompactionItem
 
 
 def items_of(value: str | list[AnyItem]) -> list[dict[str, Any]]:
@@ -329,6 +345,8 @@ def _stored(item: AnyItem) -> dict[str, Any]:
         stored["id"] = new_id("rs")
         stored.setdefault("summary", [])
         return stored
+    elif isinstance(item, CompactionItem):
+        return {**stored, "id": new_id("cmp")}
     else:
         stored["id"] = new_id("fc")
     return {**stored, "status": "completed"}

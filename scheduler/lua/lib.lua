@@ -112,9 +112,13 @@ local function finish(id, status, events, fields)
   redis.call('ZREM', 'tandem:leases', id)
   redis.call('ZREM', 'tandem:abandoned', id)
   unpromise(id)
-  redis.call('EXPIRE', key, args.keep)
-  redis.call('EXPIRE', 'tandem:events:' .. id, args.keep)
-  redis.call('EXPIRE', 'tandem:prompt:' .. id, math.min(args.keep, PROMPT_KEEP))
+  -- Of a job that is not to be stored nothing is left once its client has its answer.
+  local brief = redis.call('HGET', key, 'brief')
+  local keep = brief and math.min(args.keep, tonumber(brief)) or args.keep
+  if brief then redis.call('ZREM', 'tandem:jobs:' .. status, id) end
+  redis.call('EXPIRE', key, keep)
+  redis.call('EXPIRE', 'tandem:events:' .. id, keep)
+  redis.call('EXPIRE', 'tandem:prompt:' .. id, math.min(keep, PROMPT_KEEP))
   redis.call('ZREMRANGEBYSCORE', 'tandem:jobs:' .. status, 0, stamp(NOW - args.keep))
 end
 
