@@ -22,7 +22,7 @@ from engine import corrections, library
 from engine.device import Device
 from engine.errors import ModelError
 from engine.memory import fits
-from engine.probe import Batching, probe
+from engine.probe import Batching, probe, remembered
 from engine.profile import find
 from store.codec.classes import is_transient
 from store.codec.fingerprint import fingerprint
@@ -142,14 +142,14 @@ class Model:
         """Whether proposed tokens may be verified together on this device, measured once."""
         from engine.speculate import probe_verify
 
-        return probe_verify(self, 1)
+        return remembered(self, "verifying", lambda: probe_verify(self, 1))
 
     @functools.cached_property
     def verifying_rows(self) -> Batching:
         """The same for several rows, of which each keeps another number of tokens."""
         from engine.speculate import probe_verify
 
-        return probe_verify(self, 2)
+        return remembered(self, "verifying_rows", lambda: probe_verify(self, 2))
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside the vocabulary: MLX would read beyond the table."""
@@ -173,7 +173,7 @@ class Model:
     @functools.cached_property
     def batching(self) -> Batching:
         """Whether rows may be decoded together on this device, measured once."""
-        return probe(self)
+        return remembered(self, "batching", lambda: probe(self))
 
     @functools.cached_property
     def fingerprint(self) -> bytes:

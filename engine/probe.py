@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -21,6 +26,8 @@ LONGEST_PROBE = 4096
 # Rounding differs between shapes: up to 1 % of the logits' range was seen with bfloat16. Models
 # whose batched path is wrong are off by a third of the range and more.
 TOLERANCE = 0.06
+PROBES = ".tandem-probes"  # beside the model; without a suffix, so that no digest takes it in
+PROBES_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,39 @@ class Batching:
             "range": self.range,
             "tokens": self.tokens,
         }
+
+
+def remembered(model: Model, name: str, measure: Callable[[], Batching]) -> Batching:
+    """What was found under `name` for these files, device and libraries before, or `measure()`.
+
+    Kept beside the model, in one file; where that cannot be written every start measures anew.
+    """
+    if not (model.path / "config.json").is_file():
+        return measure()
+    device = model.device
+    key = {
+        "version": PROBES_VERSION,
+        "fingerprint": model.fingerprint.hex(),
+        "device": device.name,
+        "blas": device.blas,
+        "dtype": device.dtype,
+        "mlx": device.mlx,
+        "mlx_vlm": version("mlx-vlm"),
+    }
+    path = model.path / PROBES
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["key"] == key:
+            known = data["found"]
+            return Batching(**known[name])
+    found = measure()
+    known = {**known, name: asdict(found)}
+    with contextlib.suppress(OSError):
+        with tempfile.NamedTemporaryFile("w", dir=model.path, prefix=PROBES, delete=False) as file:
+            json.dump({"key": key, "found": known}, file)
+        os.replace(file.name, path)
+    return found
 
 
 def probe_tokens(config: dict[str, Any]) -> int:

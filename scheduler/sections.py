@@ -123,6 +123,15 @@ class DecodeConfig(Section):
     local_prefill_tokens: Annotated[int, Field(ge=0, le=10_000_000)] = Field(
         2048, description="a longer prompt whose state was lost goes back to the prefill node"
     )
+    drafter: str = Field(
+        "auto",
+        min_length=1,
+        description="proposes tokens to verify together: auto (the model's own prediction head, "
+        "else ngram), off, ngram, mtp, or a directory with a head or a smaller model",
+    )
+    draft_tokens: Annotated[int, Field(ge=1, le=7)] = Field(
+        3, description="tokens that are proposed at once"
+    )
 
 
 class StoreConfig(Section):

@@ -115,8 +115,19 @@ class Answer:
             "path": self.start.path,
             "held_tokens": self.held_before,
             "widths": {str(width): count for width, count in event.widths.items()},
+            "blocks": {str(length): count for length, count in event.blocks.items()},
+            **({"speculation": speculation_of(event)} if event.drafted else {}),
             **({"notes": self.start.notes} if self.start.notes else {}),
         }
+
+
+def speculation_of(event: Event) -> dict[str, Any]:
+    """How many tokens were proposed for a row, and how many of them were right."""
+    return {
+        "drafted": event.drafted,
+        "accepted": event.accepted,
+        "acceptance": round(event.accepted / event.drafted, 3),
+    }
 
 
 def sampling(job: Job, eos_ids: frozenset[int], default_tokens: int) -> SamplingParams:

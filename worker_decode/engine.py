@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from engine.decode import Batch
+from engine.drafters import find_drafter
 from engine.errors import ModelError
 from engine.grammar import Vocabulary
 from engine.keepalive import KeepAlive
@@ -59,7 +60,8 @@ class Engine:
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
         `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
-        awake."""
+        awake.
+        Raises ModelError where `decode.drafter` names what cannot be had."""
         self._config = config
         self._model = model
         self._tokenizer = tokenizer
@@ -72,7 +74,10 @@ class Engine:
         self._working = nullcontext if pulse is None else pulse.working
         self._hot = Hot(memory)
         self._starts = Starts(model, store, self._hot, inbox, config.decode.local_prefill_tokens)
-        self._batch = Batch(model, config.decode.slots)
+        decode = config.decode
+        drafter, reason = find_drafter(model, decode.drafter)
+        self._batch = Batch(model, decode.slots, drafter=drafter, depth=decode.draft_tokens)
+        log.info("drafter: %s (%s)", "none" if drafter is None else drafter.name, reason)
         self._answers: dict[int, Answer] = {}
         self._saver = Saver(store, self._note_saved)
         self._saving: set[str] = set()
