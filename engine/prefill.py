@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -38,6 +39,20 @@ def plan(start: int, stop: int, chunk: int) -> list[int]:
     return lengths
 
 
+def plan_through(start: int, stop: int, chunk: int, cuts: Sequence[int]) -> list[int]:
+    """As `plan`, with a forward that ends at each of the positions `cuts` that lie between."""
+    lengths: list[int] = []
+    for cut in [*sorted(cut for cut in set(cuts) if start < cut < stop), stop]:
+        lengths += plan(start, cut, chunk)
+        start = cut
+    return lengths
+
+
+def ends_of(schedule: Sequence[Sequence[int] | int]) -> list[int]:
+    """The positions at which the forwards of a schedule end, from token 0 on."""
+    return list(accumulate(expand_schedule(schedule)))
+
+
 def append_schedule(schedule: list[list[int]], length: int) -> None:
     """Add one forward of `length` tokens to a run-length schedule [[length, count], ...]."""
     if schedule and schedule[-1][0] == length:
@@ -63,7 +78,8 @@ class Prefill:
 
     `caches` hold the first `start` tokens (a fresh list when start is 0). After each `step` the
     caches hold exactly `position` tokens and are evaluated, so that stopping there (to cancel, to
-    preempt) needs nothing else. `lengths` may give the forwards' lengths instead of the chunk,
+    preempt) needs nothing else. `cuts` are positions where a forward has to end, since a snapshot
+    is taken there. `lengths` may give the forwards' lengths instead of the chunk and cuts,
     `embedded` the embeddings of a prompt with images; `rope_delta` is then the one after it.
     """
 
@@ -78,6 +94,7 @@ class Prefill:
         rope_delta: int = 0,
         lengths: Sequence[int] | None = None,
         embedded: Embedded | None = None,
+        cuts: Sequence[int] = (),
     ) -> None:
         """Raises `ModelError` for an empty prompt, foreign token ids or one beyond the context."""
         if not ids:
@@ -98,8 +115,11 @@ class Prefill:
         self.rope_delta = rope_delta if embedded is None else embedded.rope_delta
         self._embedded = embedded
         self.schedule: list[int] = []
+        self._cuts = tuple(cuts)
         self._left = (
-            list(lengths) if lengths is not None else plan(start, stop, chunk or model.chunk)
+            list(lengths)
+            if lengths is not None
+            else plan_through(start, stop, chunk or model.chunk, self._cuts)
         )
         if sum(self._left) != stop - start or any(length < 1 for length in self._left):
             raise ValueError(f"the schedule does not cover tokens {start} to {stop}")
@@ -113,7 +133,7 @@ class Prefill:
 
     def replan(self, chunk: int) -> None:
         """Go on with chunks of another size, for instance while a short job waits."""
-        self._left = plan(self.position, len(self.ids) - 1, chunk)[::-1]
+        self._left = plan_through(self.position, len(self.ids) - 1, chunk, self._cuts)[::-1]
 
     def step(self) -> tuple[int, int]:
         """Compute and evaluate the next chunk; returns its range [start, stop).

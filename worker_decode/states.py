@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from engine.model import Caches, Model
+from engine.prefill import append_schedule, ends_of
 from store.codec.chain import Chain
 from store.codec.header import CodecError, Header, Piece, root
 from store.codec.pack import Exporter
 from store.codec.parted import Parted
 from store.codec.unpack import Importer
 from store.loading import StateReader
+from store.prefixes import ends_in
 from worker_decode.hot import Held
 
 #: KV caches grow in steps of this many tokens; a restored one has room for the next steps.
@@ -52,7 +55,40 @@ def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | No
     if reader.objects:  # before anything is read: the chain is checked again with the bytes
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
     importer = _importer(model, ids)
-    return reader.feed(importer.add_all, lambda snapshot: _restored(model, importer, snapshot, ids))
+
+    def finish(snapshot: Piece | Parted | None) -> Restored:
+        if snapshot is None:
+            raise CodecError("the state has no snapshot: recompute it")
+        return _restored(model, importer, snapshot, ids)
+
+    return reader.feed(importer.add_all, finish)
+
+
+def load_rows(
+    model: Model, reader: StateReader, ids: Sequence[int], tokens: int
+) -> Restored | None:
+    """As `load`, for rows without a snapshot, of which the first `tokens` are used: a forward
+    ended there. Raises CodecError where the rows do not tell their forwards."""
+    if reader.objects:
+        _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
+    importer = _importer(model, ids)
+    ends: list[int] = []
+
+    def consume(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            ends.extend(piece.header.start + end for end in ends_in(piece.header.extra))
+        importer.add_all(pieces)
+
+    def finish(_: object) -> Restored:
+        used = [end for end in ends if end <= tokens]
+        if not used or used[-1] != tokens:
+            raise CodecError(f"no forward ended at token {tokens}: recompute it")
+        schedule: list[list[int]] = []
+        for start, end in pairwise([0, *used]):
+            append_schedule(schedule, end - start)
+        return Restored(list(importer.finish_rows(tokens)), list(ids[:tokens]), schedule, 0)
+
+    return reader.feed(consume, finish)
 
 
 def _importer(model: Model, ids: Sequence[int]) -> Importer:
@@ -97,7 +133,8 @@ def export(model: Model, held: Held) -> tuple[list[Piece], Piece]:
     block = model.layout.block_tokens
     start = held.stored - held.stored % block
     exporter = Exporter(model.layout, held.ids, start)
-    pieces = exporter.rows(held.caches, len(held.ids), last=True)
+    ends = ends_of(held.schedule)
+    pieces = exporter.rows(held.caches, len(held.ids), last=True, ends=ends)
     extra = {
         "schedule": held.schedule,
         "rope_delta": held.rope_delta,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefill import SHORT, append_schedule, expand_schedule, plan
+from engine.prefill import SHORT, append_schedule, ends_of, expand_schedule, plan, plan_through
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 40_000), st.integers(17, 8192))
@@ -45,3 +45,14 @@ def test_schedules_expand_to_what_was_appended(lengths: list[int]) -> None:
     assert expand_schedule(schedule) == lengths
     assert all(a[0] != b[0] for a, b in itertools.pairwise(schedule))
     assert expand_schedule([*schedule, 7]) == [*lengths, 7]
+
+
+@pytest.mark.parametrize("cuts", [(), (64,), (40, 100), (0, 200, 500), (100, 40, 40)])
+def test_a_forward_ends_at_every_cut(cuts: tuple[int, ...]) -> None:
+    lengths = plan_through(0, 200, 64, cuts)
+    ends = ends_of(lengths)
+    assert ends[-1] == 200
+    assert {cut for cut in cuts if 0 < cut < 200} <= set(ends)
+    assert max(lengths) <= 64
+    if not cuts:
+        assert lengths == plan(0, 200, 64)
