@@ -173,7 +173,9 @@ def _restore(store: Store, number: int, layout: Any, blank: list[Any]) -> Any:
     if reader is None:
         raise StoreError("the state just saved is not found: the benchmark is invalid")
     importer = Importer(layout, blank, _FINGERPRINT, reader.ref.tokens)
-    restored = reader.feed(importer.add_all, importer.finish)
+    restored = reader.feed(
+        importer.add_all, lambda piece: None if piece is None else importer.finish(piece)
+    )
     if restored is None:
         raise StoreError("the state just saved is damaged: the benchmark is invalid")
     return restored

@@ -3,6 +3,7 @@
 An object is one piece of the codec (a block of rows or a snapshot). Its id covers its parent's
 id, the chained hash of its token ids and the digest of its bytes, so equal ids mean equal
 prefix and equal bits; two computations of the same tokens that differ in one bit are two objects.
+It covers its owner's tag as well: what one owner has stored is never found or shared by another.
 A child holds one reference on its parent, a state one on its last block and one on its snapshot.
 
 Large payloads lie in `dat`, in values of exactly VALUE_BYTES (48 bytes of part header, payload,
@@ -16,6 +17,7 @@ import hashlib
 import struct
 from dataclasses import dataclass, replace
 
+import msgpack
 import numpy as np
 import xxhash
 
@@ -34,7 +36,9 @@ PART_BYTES = VALUE_BYTES - PART_HEAD.size
 """Payload bytes of one bulk value: 1,048,512."""
 _MAGIC = b"TNDM"
 _VERSION = 1
-_RECORD = struct.Struct("<BBHI16s16sQQQQ8s")
+TAG_BYTES = 8
+NO_TAG = b"\0" * TAG_BYTES
+_RECORD = struct.Struct("<BBHI16s16sQQQQ8s8s")
 _SMALL = 1
 _TOTALS = struct.Struct("<QQQ")
 
@@ -53,6 +57,7 @@ class Record:
     nbytes: int
     seal: int
     schema: bytes
+    tag: bytes
 
     @property
     def parts(self) -> int:
@@ -63,7 +68,7 @@ class Record:
         """The fixed-size form stored in `blk`."""
         return _RECORD.pack(
             self.kind, _SMALL if self.small else 0, 0, self.refs, self.parent, self.chain,
-            self.start, self.stop, self.nbytes, self.seal, self.schema,
+            self.start, self.stop, self.nbytes, self.seal, self.schema, self.tag,
         )  # fmt: skip
 
     @classmethod
@@ -71,10 +76,8 @@ class Record:
         """The reverse of `pack`. Raises StoreError on a record of another size."""
         if len(data) != _RECORD.size:
             raise StoreError("a block's record is damaged: run a repair")
-        kind, flags, _, refs, parent, chain, start, stop, nbytes, seal, schema = _RECORD.unpack(
-            data
-        )
-        return cls(kind, flags == _SMALL, refs, parent, chain, start, stop, nbytes, seal, schema)
+        kind, flags, _, refs, *rest = _RECORD.unpack(data)
+        return cls(kind, flags == _SMALL, refs, *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +93,30 @@ class Prepared:
     ids: bytes
 
 
-def object_id(parent: bytes, header: Header) -> bytes:
-    """16-byte id of the piece with this header after the object `parent`."""
-    digest = hashlib.blake2b(parent, digest_size=16, person=b"tandem-object")
+def owner_tag(owner: str) -> bytes:
+    """TAG_BYTES that stand for an owner in keys and ids; never NO_TAG."""
+    digest = hashlib.blake2b(owner.encode(), digest_size=TAG_BYTES - 1, person=b"tandem-owner")
+    return b"\1" + digest.digest()
+
+
+def object_id(parent: bytes, header: Header, tag: bytes = NO_TAG) -> bytes:
+    """16-byte id of the piece with this header after the object `parent`, for the owner `tag`."""
+    digest = hashlib.blake2b(parent + tag, digest_size=16, person=b"tandem-object")
     digest.update(struct.pack("<BQQQQ", KINDS[header.kind], header.start, header.stop,
                               header.nbytes, header.digest))  # fmt: skip
     digest.update(header.chain)
     if header.kind == "snapshot":
         # Scalars of the state and what travels beside it lie in the header, not in the payload.
         digest.update(header.pack())
+    elif header.extra:
+        # By which forwards rows were made counts: equal bits that tell other ones are not mixed.
+        digest.update(msgpack.packb(dict(header.extra)))
     return digest.digest()
+
+
+def index_key(ident: bytes, record: Record) -> bytes:
+    """The key in `index` of a block of rows."""
+    return record.tag + record.chain + ident
 
 
 def seal(digests: list[int]) -> int:
@@ -112,10 +129,10 @@ def part_digest(head: bytes, payload: memoryview) -> int:
     return int(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(head[:32])))
 
 
-def prepare(piece: Piece, parent: bytes, ids: bytes) -> Prepared:
+def prepare(piece: Piece, parent: bytes, ids: bytes, tag: bytes = NO_TAG) -> Prepared:
     """Compute the id, the part headers and the record of `piece`; `ids` are uint32 LE token ids."""
     header = piece.header
-    ident = object_id(parent, header)
+    ident = object_id(parent, header, tag)
     payload = memoryview(piece.payload).cast("B")
     small = len(payload) <= SMALL_BYTES
     heads: list[bytes] = []
@@ -140,6 +157,7 @@ def prepare(piece: Piece, parent: bytes, ids: bytes) -> Prepared:
         nbytes=len(payload),
         seal=seal(digests),
         schema=b"\0" * 8,
+        tag=tag,
     )
     family = header.fingerprint + header.kind[:1].encode()
     return Prepared(ident, record, tuple(heads), payload, header.pack(), family, ids)
@@ -246,15 +264,15 @@ class Blocks:
             raise StoreError(f"block {result[-1][0].hex()} has lost its parent: run a repair")
         return result[::-1]
 
-    def by_chain(self, txn: Txn, chain: bytes) -> list[bytes]:
-        """Ids of all row blocks whose tokens up to their end hash to `chain`."""
+    def by_chain(self, txn: Txn, tag: bytes, chain: bytes) -> list[bytes]:
+        """Ids of an owner's row blocks whose tokens up to their end hash to `chain`."""
         cursor = txn.cursor(db=self._environment.index)
         found = []
-        if cursor.set_range(chain):
+        if cursor.set_range(tag + chain):
             for key in cursor.iternext(keys=True, values=False):
-                if bytes(key[:16]) != chain:
+                if bytes(key[:-16]) != tag + chain:
                     break
-                found.append(bytes(key[16:]))
+                found.append(bytes(key[-16:]))
         return found
 
     # ------------------------------------------------------------------ writing
@@ -305,7 +323,7 @@ class Blocks:
         if record.parent != ROOT:
             self.ref(txn, record.parent)
         if record.kind == ROWS:
-            txn.put(record.chain + ident, b"", db=self._environment.index)
+            txn.put(index_key(ident, record), b"", db=self._environment.index)
 
     def ref(self, txn: Txn, ident: bytes) -> None:
         """Add one reference."""
@@ -341,7 +359,7 @@ class Blocks:
         pages.delete(environment, txn, b"h" + ident)
         if record.small:
             pages.delete(environment, txn, b"p" + ident)
-        txn.delete(record.chain + ident, db=environment.index)
+        txn.delete(index_key(ident, record), db=environment.index)
         txn.delete(ident, db=environment.pend)
         txn.delete(ident, db=environment.blk)
         self._add(txn, -1, -record.parts, -record.nbytes)

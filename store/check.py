@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from store.blocks import PART_BYTES, ROOT, ROWS, Record, seal
-from store.codec.header import CodecError, parse
+from store.blocks import PART_BYTES, ROOT, ROWS, Record, index_key, seal
+from store.codec.header import CodecError, chain, parse, root
 from store.environment import Environment, Txn
 from store.errors import StoreError
-from store.states import State, use_key
+from store.states import State, place_key, use_key
 from store.tree_check import check_tree
+from store.turns import unpack_ids
 
 if TYPE_CHECKING:
     from store.store import Store
@@ -150,7 +151,7 @@ def _walk(store: Store, txn: Txn, report: Report, bad: set[bytes], *, repair: bo
         record = replace(objects[ident], refs=refs)
         blk[ident] = record.pack()
         if record.kind == ROWS:
-            index[record.chain + ident] = b""
+            index[index_key(ident, record)] = b""
         dat.update(ident + number.to_bytes(2, "big") for number in range(record.parts))
         page_keys.update((b"h" + ident, b"p" + ident) if record.small else (b"h" + ident,))
         page_keys.add(b"s" + record.schema)
@@ -159,6 +160,7 @@ def _walk(store: Store, txn: Txn, report: Report, bad: set[bytes], *, repair: bo
         "blk": blk,
         "index": index,
         "pend": {},
+        "snap": {place_key(state): b"" for state in states.values()},
         "state": {state.turn.encode(): state.pack() for state in states.values()},
         "lru": {use_key(state): b"" for state in states.values()},
         "turn": tree.turn,
@@ -234,10 +236,12 @@ def _problem(
     snapshot = objects.get(state.snap)
     if snapshot is None or state.snap in bad:
         return "its snapshot is missing or damaged"
-    try:
-        ids = store.turns.ids(txn, state.turn)
-    except StoreError as error:
-        return str(error)
+    ids = b""
+    if not state.named:
+        try:
+            ids = store.turns.ids(txn, state.turn)
+        except StoreError as error:
+            return str(error)
     end = state.tokens
     ident = state.head
     while ident != ROOT:
@@ -250,12 +254,21 @@ def _problem(
             held = store.blocks.header(txn, ident, record)[1]
         except StoreError as error:
             return str(error)
-        if held != ids[4 * record.start : 4 * record.stop]:
+        if state.named:
+            if not _hashes_to(record, held, objects.get(record.parent), state):
+                return f"the token ids of its block that ends at token {end} are damaged"
+        elif held != ids[4 * record.start : 4 * record.stop]:
             return f"its block that ends at token {end} was saved for other tokens"
         end, ident = record.start, record.parent
     if end != 0 or snapshot.stop != state.tokens:
         return "its blocks do not reach from the first token to the snapshot"
     return None
+
+
+def _hashes_to(record: Record, ids: bytes, parent: Record | None, state: State) -> bool:
+    """Whether a block's token ids are those that its chain says, where no turn has them too."""
+    before = root(state.fingerprint) if parent is None else parent.chain
+    return len(ids) % 4 == 0 and chain(before, unpack_ids(ids)) == record.chain
 
 
 def _settle(

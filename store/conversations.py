@@ -7,7 +7,6 @@ by a zero byte and the turn's number. Metadata and initial items may be long and
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import msgpack
 
 from store import pages
+from store.blocks import owner_tag
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.turns import Turn, Turns, check_id
@@ -24,15 +24,10 @@ MAX_OWNER = 256
 _EVERYONE = b"\0" * 8
 
 
-def _tag(owner: str) -> bytes:
-    digest = hashlib.blake2b(owner.encode(), digest_size=7, person=b"tandem-owner").digest()
-    return b"\1" + digest
-
-
 def order_keys(ident: bytes, owner: str, created: float) -> tuple[bytes, bytes]:
     """The two keys in `order` of a conversation: among all, among its owner's."""
     tail = int(created * 1e6).to_bytes(8, "big") + ident
-    return _EVERYONE + tail, _tag(owner) + tail
+    return _EVERYONE + tail, owner_tag(owner) + tail
 
 
 class Conversations:
@@ -174,7 +169,7 @@ class Conversations:
         self, txn: Txn, owner: str | None, limit: int, after: str | None
     ) -> list[dict[str, Any]]:
         """Up to `limit` records, newest first, beginning behind conversation `after`."""
-        prefix = _EVERYONE if owner is None else _tag(owner)
+        prefix = _EVERYONE if owner is None else owner_tag(owner)
         upper = prefix + b"\xff" * 9
         if after is not None:
             record = self.get(txn, after)

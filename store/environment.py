@@ -28,12 +28,14 @@ Txn: TypeAlias = Any
 Table: TypeAlias = Any
 T = TypeVar("T")
 
-FORMAT = 1
+FORMAT = 2
 VALUE_BYTES = (1 << 20) - 16
 """Length of every bulk value: with LMDB's 16-byte page header exactly 1 MiB, which is 64 pages of
 16 KiB (macOS on Apple silicon) or 256 pages of 4 KiB. Equal page counts keep every freed run
 reusable; sizes that differ by a few pages fragment the map within days."""
-TABLES = ("blk", "conv", "dat", "index", "lru", "meta", "order", "pages", "pend", "state", "turn")
+TABLES = (
+    "blk", "conv", "dat", "index", "lru", "meta", "order", "pages", "pend", "snap", "state", "turn",
+)  # fmt: skip
 LIVE_CEILING = 0.88
 """Largest share of the map that may be live; eviction keeps below it ahead of need."""
 BEGIN_SECONDS = 10.0
@@ -74,6 +76,7 @@ class Environment:
         self.order: Table = env.open_db(b"order")
         self.pages: Table = env.open_db(b"pages")
         self.pend: Table = env.open_db(b"pend")
+        self.snap: Table = env.open_db(b"snap")
         self.state: Table = env.open_db(b"state")
         self.turn: Table = env.open_db(b"turn")
         self._lock_fd = lock_fd

@@ -2,12 +2,14 @@
 
 Pages freed by one commit can be used from the commit after the next, so room is never made inside
 the transaction that needs it. Only states go; turns, token ids and messages stay. First go states
-that a later stored state continues, then those that are least worth their bytes (`store.reuse`).
+that a later stored state continues, then those that are least worth their bytes (`store.reuse`),
+last the ends of preambles that several stored conversations begin with.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -101,11 +103,14 @@ class Evictor:
             if self.fingerprint not in (None, state.fingerprint):
                 yield False, -1.0, state.used, turn
                 continue
+            if state.named and self._states.followers(txn, state) > 1:
+                yield True, math.inf, state.used, turn
+                continue
             leaf = not state.continued
             kind = class_of(state.depth, state.new)
             worth = self.reuse.worth(kind, now - state.used, state.tokens, state.own)
             yield leaf, worth if leaf else 0.0, state.used, turn
 
     def _is_pinned(self, txn: Txn, conversation: str) -> bool:
-        record = self._conversations.get(txn, conversation)
+        record = self._conversations.get(txn, conversation) if conversation else None
         return record is not None and bool(record["pinned"])

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from store.blocks import KINDS, PART_BYTES, Blocks, Record, seal
+from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, seal
 from store.codec.header import CodecError, Header, Piece, parse
 from store.codec.parted import Parted
 from store.environment import Environment, Txn
@@ -113,10 +113,11 @@ class StateReader:
     def feed(
         self,
         consume: Callable[[Sequence[Piece]], None],
-        finish: Callable[[Piece | Parted], T],
+        finish: Callable[[Piece | Parted | None], T],
         batch: int = 32,
     ) -> T | None:
-        """Give all rows to `consume` and the snapshot to `finish` without a copy in between.
+        """Give all rows to `consume` and the snapshot to `finish` without a copy in between;
+        `finish` gets None where only rows are read.
 
         `consume` gets up to `batch` pieces in order. Both must verify and copy them (as the codec's
         importer does) and keep no view of them: most are views of the map that end with the
@@ -127,17 +128,21 @@ class StateReader:
         began = time.perf_counter()
         result: T | None = None
         try:
-            while self._at < len(self.objects) - 1 and not self.report.damage:
-                stop = min(self._at + batch, len(self.objects) - 1)
-                rows = self.objects[self._at : stop]
+            count = sum(record.kind == ROWS for _, record in self.objects)
+            while self._at < count and not self.report.damage:
+                rows = self.objects[self._at : min(self._at + batch, count)]
                 if self._lend(rows, consume) is not _DAMAGED:
                     self.report.tokens = rows[-1][1].stop
-                self._at = stop
-            if self.objects and not self.report.damage:
-                given = self._lend(self.objects[-1:], lambda pieces: finish(pieces[0]))
-                if given is not _DAMAGED:
-                    result = cast(T, given)
-                    self.report.snapshot = True
+                self._at += len(rows)
+            if self.report.damage:
+                return None
+            last = self.objects[count:]
+            if not last:
+                return finish(None) if count else None
+            given = self._lend(last, lambda pieces: finish(pieces[0]))
+            if given is not _DAMAGED:
+                result = cast(T, given)
+                self.report.snapshot = True
         finally:
             self.close()
             self.report.seconds += time.perf_counter() - began
@@ -181,6 +186,11 @@ class StateReader:
         return Piece(header, views[0]) if len(views) == 1 else Parted(header, tuple(views))
 
     def _damage(self, ident: bytes, error: Exception) -> None:
+        with self._environment.read() as txn:
+            if txn.get(ident, db=self._environment.blk) is None:
+                # Rows without a state's pin on them may be evicted while they are read.
+                self.report.damage.append(f"block {ident.hex()} was evicted meanwhile")
+                return
         self.report.damage.append(str(error))
         self._note_damage(ident)
         log.error("state of %s: %s; the rest is a miss", self.ref.turn, error)

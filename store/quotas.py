@@ -1,8 +1,7 @@
 """Limits beside the size of the store: bytes per owner, and bytes written per day.
 
 What an owner uses is counted when it matters, from the states themselves, so it cannot drift:
-every block and snapshot that a state of the owner's conversations refers to, once. Blocks that
-several owners share count for each of them.
+every block and snapshot that a state of the owner refers to, once. Owners share no blocks.
 
 Flash memory wears with every byte written. What is written each day is counted with the writes
 themselves; over the day's budget no more snapshots are saved that are large. Rows without the
@@ -13,16 +12,14 @@ kept, and what is in memory waits there for the next day as long as there is roo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from store.blocks import ROOT, Blocks, Record
-from store.conversations import Conversations
+from store.blocks import ROOT, Blocks, Record, owner_tag
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import OverBudget, StoreFull
 from store.eviction import STATES_PER_COMMIT, Evictor
-from store.states import State, States
+from store.states import States
 
 DAYS_KEPT = 31
 _DAY = b"day/"
@@ -50,26 +47,21 @@ class Quotas:
         environment: Environment,
         blocks: Blocks,
         states: States,
-        conversations: Conversations,
         evictor: Evictor,
         limit: int,
     ) -> None:
         self._environment = environment
         self._blocks = blocks
         self._states = states
-        self._conversations = conversations
         self._evictor = evictor
         self._limit = limit
         self._at_most: dict[str, int] = {}
 
-    def make_room(self, conversation: str, need: int) -> int:
-        """Evict until `need` more bytes fit the share of a conversation's owner; returns how many
-        states went. Raises StoreFull when they cannot."""
+    def make_room(self, owner: str, need: int) -> int:
+        """Evict until `need` more bytes fit the share of an owner; returns how many states went.
+        Raises StoreFull when they cannot."""
         if not self._limit:
             return 0
-        with self._environment.read() as txn:
-            record = self._conversations.get(txn, conversation)
-        owner = "" if record is None else str(record["owner"])
         if need > self._limit:
             raise StoreFull(f"a state of {need} bytes is over an owner's share of {self._limit}")
         total = 0
@@ -94,11 +86,11 @@ class Quotas:
         return total
 
     def used(self, owner: str) -> int:
-        """Bytes of all objects that states of the owner's conversations refer to."""
+        """Bytes of all objects that states of the owner refer to."""
         seen: set[bytes] = set()
         total = 0
         with self._environment.read() as txn:
-            for state in self._of(txn, owner):
+            for state in self._states.of_owner(txn, owner_tag(owner)):
                 for ident in (state.snap, state.head):
                     while ident != ROOT and ident not in seen:
                         seen.add(ident)
@@ -110,19 +102,13 @@ class Quotas:
         return total
 
     def _some(self, owner: str, txn: Txn) -> int:
-        ranked = sorted(self._evictor.ranked(txn, (state.turn for state in self._of(txn, owner))))
+        turns = [state.turn for state in self._states.of_owner(txn, owner_tag(owner))]
+        ranked = sorted(self._evictor.ranked(txn, turns))
         # Few at a time: how much one frees depends on what the others share with it.
         chosen = ranked[: max(1, min(STATES_PER_COMMIT, len(ranked) // 20))]
         for _, _, _, turn in chosen:
             self._states.drop(txn, turn)
         return len(chosen)
-
-    def _of(self, txn: Txn, owner: str) -> Iterator[State]:
-        for record in self._conversations.page(txn, owner, 1 << 62, None):
-            for turn in self._conversations.turn_ids(txn, record["id"]):
-                state = self._states.get(txn, turn)
-                if state is not None:
-                    yield state
 
 
 class Wear:

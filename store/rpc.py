@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgpack
 from store.capacity import capacity
 from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
 from store.store import Store
-from store.turns import Turn
+from store.turns import Turn, pack_ids, unpack_ids
 
 log = logging.getLogger(__name__)
 MAX_REQUEST = 80 << 20
@@ -64,6 +64,7 @@ class Server:
         self._methods["path"] = lambda turn_id: [turn.to_dict() for turn in store.path(turn_id)]
         self._methods["capacity"] = lambda **how: capacity(store, **how)
         self._methods["find_state"] = self._find_state
+        self._methods["longest_prefix"] = self._longest_prefix
         self._methods["check"] = lambda **how: store.check(**how).to_dict()
         self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))
         self._methods["import"] = lambda path: store.import_conversation(Path(path))
@@ -98,6 +99,10 @@ class Server:
         find = self._store.nearest_state if nearest else self._store.find_state
         ref = find(turn_id)
         return None if ref is None else ref.to_dict()
+
+    def _longest_prefix(self, ids: bytes, owner: str = "", beyond: int = 0) -> int:
+        found = self._store.longest_prefix(unpack_ids(ids), owner, beyond)
+        return 0 if found is None else found.tokens
 
     def _accept(self) -> None:
         while not self._closing:
@@ -197,6 +202,12 @@ class StoreClient:
     def find_state(self, turn_id: str, *, nearest: bool = False) -> dict[str, Any] | None:
         """The fields of a StateRef: of this turn or, with `nearest`, of an ancestor."""
         result: dict[str, Any] | None = self.call("find_state", turn_id=turn_id, nearest=nearest)
+        return result
+
+    def longest_prefix(self, ids: Sequence[int], owner: str = "", beyond: int = 0) -> int:
+        """Tokens of the longest stored beginning of a prompt that this owner's states have; 0 for
+        none. As `Store.longest_prefix`."""
+        result: int = self.call("longest_prefix", ids=pack_ids(ids), owner=owner, beyond=beyond)
         return result
 
     def create_conversation(

@@ -15,8 +15,9 @@ from functools import partial
 from itertools import pairwise
 
 from store import pages
-from store.blocks import ROOT, SNAPSHOT, Blocks, Prepared, Record, prepare
+from store.blocks import ROOT, SNAPSHOT, Blocks, Prepared, Record, owner_tag, prepare
 from store.codec.header import Piece
+from store.conversations import Conversations
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import MapFull, StoreError, StoreGap
 from store.eviction import Evictor
@@ -44,6 +45,22 @@ class SaveReport:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose state is saved: a turn's, or one with a name of its own and no conversation.
+
+    `ids` are its token ids (uint32 LE), `depth` and `new` its class for `store.reuse`.
+    """
+
+    name: str
+    conversation: str
+    owner: str
+    ids: bytes
+    fingerprint: bytes
+    depth: int
+    new: int
+
+
 class Saver:
     """Writes states; one at a time (`lock` also keeps deletion and eviction out meanwhile)."""
 
@@ -52,6 +69,7 @@ class Saver:
         environment: Environment,
         blocks: Blocks,
         turns: Turns,
+        conversations: Conversations,
         states: States,
         evictor: Evictor,
         pins: Pins,
@@ -63,6 +81,7 @@ class Saver:
         self._environment = environment
         self._blocks = blocks
         self._turns = turns
+        self._conversations = conversations
         self._states = states
         self._evictor = evictor
         self._pins = pins
@@ -75,30 +94,45 @@ class Saver:
         self, turn_id: str, pieces: Sequence[Piece], snapshot: Piece, base: str | None
     ) -> SaveReport:
         """See `store.store.Store.save_state`."""
-        began = time.monotonic()
         with self._environment.read() as txn:
             turn = self._turns.get(txn, turn_id)
             if turn is None:
                 raise StoreError(f"there is no turn {turn_id}: store the turn before its state")
-            ids = self._turns.ids(txn, turn_id)
-            depth = self._turns.depth(txn, turn_id, MAX_DEPTH)
-        _check(pieces, snapshot, len(ids) // 4, turn.fingerprint)
+            record = self._conversations.get(txn, turn.conversation)
+            subject = Subject(
+                name=turn_id,
+                conversation=turn.conversation,
+                owner=turn.owner if record is None else record["owner"],
+                ids=self._turns.ids(txn, turn_id),
+                fingerprint=turn.fingerprint,
+                depth=self._turns.depth(txn, turn_id, MAX_DEPTH),
+                new=len(turn.prompt_ids),
+            )
+        return self.save_as(subject, pieces, snapshot, base)
+
+    def save_as(
+        self, subject: Subject, pieces: Sequence[Piece], snapshot: Piece, base: str | None
+    ) -> SaveReport:
+        """Save a state for `subject`; otherwise as `save`."""
+        began = time.monotonic()
+        tag, ids = owner_tag(subject.owner), subject.ids
+        _check(pieces, snapshot, len(ids) // 4, subject.fingerprint)
         for piece in (*pieces, snapshot):
             piece.verify()
         with self._lock:
             first = pieces[0].header if pieces else snapshot.header
             start = first.start if pieces else snapshot.header.stop
             chain = first.parent if pieces else snapshot.header.chain
-            base_id, holders = self._base(turn_id, base, start, chain)
-            items = _prepare_all(pieces, snapshot, base_id, ids)
+            base_id, holders = self._base(subject.name, base, start, chain, tag)
+            items = _prepare_all(pieces, snapshot, base_id, ids, tag)
             if not items[-1].record.small and self._missing(items[-1:]):
                 self._wear.check(sum(_written(item) for item in self._missing(items)))
-            with self._pins.hold([*holders, turn_id]):
-                evicted, new = self._place(items, base_id, turn.conversation)
+            with self._pins.hold([*holders, subject.name]):
+                evicted, new = self._place(items, base_id, subject.owner)
                 head = items[-2].ident if pieces else base_id
                 state = State(
-                    turn=turn_id,
-                    conversation=turn.conversation,
+                    turn=subject.name,
+                    conversation=subject.conversation,
                     fingerprint=snapshot.header.fingerprint,
                     tokens=snapshot.header.stop,
                     nbytes=self._row_bytes(base_id) + sum(item.record.nbytes for item in items),
@@ -107,8 +141,11 @@ class Saver:
                     created=time.time(),
                     used=time.time(),
                     own=sum(item.record.nbytes for item in new),
-                    depth=depth,
-                    new=len(turn.prompt_ids),
+                    depth=subject.depth,
+                    new=subject.new,
+                    tag=tag,
+                    chain=snapshot.header.chain,
+                    anchor=self._anchor(pieces, base_id),
                 )
                 self._guarded(partial(self._publish, items=new, state=state))
         return SaveReport(
@@ -122,7 +159,7 @@ class Saver:
     # ------------------------------------------------------------------ steps
 
     def _base(
-        self, turn_id: str, base: str | None, start: int, chain: bytes
+        self, name: str, base: str | None, start: int, chain: bytes, tag: bytes
     ) -> tuple[bytes, list[str]]:
         """The stored block that ends at `start` with hash `chain`, and the turns that hold it.
 
@@ -132,24 +169,33 @@ class Saver:
         if start == 0:
             return ROOT, []
         with self._environment.read() as txn:
-            at: str | None = base if base is not None else turn_id
+            at: str | None = base if base is not None else name
             while at is not None:
                 state = self._states.get(txn, at)
-                if state is not None:
+                if state is not None and state.tag == tag:
                     for ident, record in reversed(self._blocks.line(txn, state.head)):
                         if record.stop == start and record.chain == chain:
                             return ident, [at]
                         if record.stop < start:
                             break
-                at = self._turns.parent(txn, at)
-            for ident in self._blocks.by_chain(txn, chain):
+                at = self._turns.parent(txn, at) if self._turns.exists(txn, at) else None
+            for ident in self._blocks.by_chain(txn, tag, chain):
                 record_or_none = self._blocks.get(txn, ident)
                 if record_or_none is not None and record_or_none.stop == start:
                     return ident, []
-        raise StoreGap(f"nothing stored ends at token {start} of turn {turn_id}: save all of it")
+        raise StoreGap(f"nothing stored ends at token {start} of {name}: save all of it")
+
+    def _anchor(self, pieces: Sequence[Piece], base: bytes) -> bytes:
+        """The chain at the start of a state's last block; of `base` where it has no other."""
+        if pieces:
+            return pieces[-1].header.parent if pieces[-1].header.start else ROOT
+        with self._environment.read() as txn:
+            record = self._blocks.get(txn, base)
+            before = None if record is None else self._blocks.get(txn, record.parent)
+        return ROOT if before is None else before.chain
 
     def _place(
-        self, items: list[Prepared], base_id: bytes, conversation: str
+        self, items: list[Prepared], base_id: bytes, owner: str
     ) -> tuple[int, list[Prepared]]:
         """Make room and write what is missing; returns (states evicted, objects written).
 
@@ -157,7 +203,7 @@ class Saver:
         more room: each attempt frees as much again as the one before.
         """
         need = sum(stored_bytes(item.record) for item in self._missing(items))
-        total = self._quotas.make_room(conversation, need)
+        total = self._quotas.make_room(owner, need)
         for attempt in range(PLACE_ATTEMPTS):
             evicted, new = self._make_room(items, base_id, (1 << attempt) - 1)
             total += evicted
@@ -239,7 +285,7 @@ class Saver:
             self._blocks.publish(txn, item.ident)
         self._wear.note(txn, sum(_written(item) for item in items))
         self._states.publish(txn, state)
-        at = self._turns.parent(txn, state.turn)
+        at = None if state.named else self._turns.parent(txn, state.turn)
         while at is not None and self._states.get(txn, at) is None:
             at = self._turns.parent(txn, at)
         if at is not None:
@@ -278,15 +324,15 @@ def _written(item: Prepared) -> int:
 
 
 def _prepare_all(
-    pieces: Sequence[Piece], snapshot: Piece, base: bytes, ids: bytes
+    pieces: Sequence[Piece], snapshot: Piece, base: bytes, ids: bytes, tag: bytes
 ) -> list[Prepared]:
     items = []
     parent = base
     for piece in pieces:
         held = ids[4 * piece.header.start : 4 * piece.header.stop]
-        items.append(prepare(piece, parent, held))
+        items.append(prepare(piece, parent, held, tag))
         parent = items[-1].ident
-    items.append(prepare(snapshot, ROOT, b""))
+    items.append(prepare(snapshot, ROOT, b"", tag))
     return items
 
 

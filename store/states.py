@@ -1,4 +1,8 @@
-"""States: which blocks and which snapshot a turn's cache consists of, and when it was last used."""
+"""States: which blocks and which snapshot a turn's cache consists of, and when it was last used.
+
+A state that belongs to no turn, such as the end of a preamble that conversations share, bears a
+name of its own (beginning with NAMED) instead of a turn's id, and no conversation.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,16 @@ from store.blocks import Blocks
 from store.environment import Environment, Txn
 from store.turns import check_id
 
+NAMED = "pre_"
+
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The stored state of one turn: `tokens` positions, held by `head` (last block) and `snap`."""
+    """The stored state of one turn: `tokens` positions, held by `head` (last block) and `snap`.
+
+    `tag` is its owner's; `chain` the chained hash at its end, `anchor` that at the start of its
+    last block.
+    """
 
     turn: str
     conversation: str
@@ -34,8 +44,16 @@ class State:
     depth: int
     new: int
     """New input tokens of the turn; with `depth` its class for `store.reuse`."""
+    tag: bytes
+    chain: bytes
+    anchor: bytes
     continued: bool = False
     """Whether a later state was built on this one."""
+
+    @property
+    def named(self) -> bool:
+        """Whether it belongs to no turn."""
+        return self.turn.startswith(NAMED)
 
     def pack(self) -> bytes:
         """The form stored in `state`."""
@@ -109,6 +127,12 @@ def use_key(state: State) -> bytes:
     return int(state.used * 1e6).to_bytes(8, "big") + state.turn.encode()
 
 
+def place_key(state: State) -> bytes:
+    """The key in `snap`, by which a prompt's beginning is found."""
+    tokens = state.tokens.to_bytes(8, "big")
+    return state.tag + state.anchor + tokens + state.chain + state.turn.encode()
+
+
 class States:
     """State records and their order of use; every method works inside the caller's transaction."""
 
@@ -134,6 +158,7 @@ class States:
         if old is None:
             return 0
         txn.delete(use_key(old), db=self._environment.lru)
+        txn.delete(place_key(old), db=self._environment.snap)
         txn.delete(turn.encode(), db=self._environment.state)
         return self._blocks.unref(txn, old.snap) + self._blocks.unref(txn, old.head)
 
@@ -161,6 +186,23 @@ class States:
         for key in cursor.iterprev(keys=True, values=False):
             yield bytes(key[8:]).decode()
 
+    def of_owner(self, txn: Txn, tag: bytes) -> Iterator[State]:
+        """All states of an owner."""
+        cursor = txn.cursor(db=self._environment.snap)
+        if not cursor.set_range(tag):
+            return
+        for key in cursor.iternext(keys=True, values=False):
+            if bytes(key[: len(tag)]) != tag:
+                return
+            state = self.get(txn, bytes(key[len(tag) + 40 :]).decode())
+            if state is not None:
+                yield state
+
+    def followers(self, txn: Txn, state: State) -> int:
+        """How many blocks and other states go on from the end of this one's rows."""
+        record = self._blocks.get(txn, state.head)
+        return 0 if record is None else record.refs - 1
+
     def every(self, txn: Txn) -> Iterator[State]:
         """All states in the order of their turns' ids."""
         for value in txn.cursor(db=self._environment.state).iternext(keys=False, values=True):
@@ -169,3 +211,4 @@ class States:
     def _put(self, txn: Txn, state: State) -> None:
         txn.put(state.turn.encode(), state.pack(), db=self._environment.state)
         txn.put(use_key(state), b"", db=self._environment.lru)
+        txn.put(place_key(state), b"", db=self._environment.snap)

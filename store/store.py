@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from store import pages
-from store.blocks import Blocks
+from store.blocks import Blocks, owner_tag
 from store.bundle import export_conversation, import_conversation
 from store.check import Report, check
 from store.codec.header import Piece
@@ -20,11 +20,14 @@ from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.errors import StoreError
 from store.eviction import Evictor
 from store.loading import Buffers, StateReader, plain_buffer
+from store.prefixes import Prefix, Served, state_name
 from store.quotas import Limits, Quotas, Wear
+from store.reading import Reading
 from store.reuse import MAX_DEPTH, class_of
-from store.saving import Saver, SaveReport
+from store.saving import Saver, SaveReport, Subject
 from store.states import Pins, StateRef, States
-from store.turns import Turn, Turns, unpack_ids
+from store.statistics import statistics
+from store.turns import Turn, Turns, pack_ids, unpack_ids
 
 MAX_LIST = 1000
 NO_LIMITS = Limits()
@@ -48,14 +51,16 @@ class Store:
         self.evictor = Evictor(environment, self.states, self.conversations, self.pins)
         self.wear = Wear(environment, limits.daily_bytes)
         self.quotas = Quotas(
-            environment, self.blocks, self.states, self.conversations, self.evictor,
-            limits.owner_bytes,
-        )  # fmt: skip
+            environment, self.blocks, self.states, self.evictor, limits.owner_bytes
+        )
         self.damaged: set[bytes] = set()
+        self.reading = Reading(
+            environment, self.blocks, self.turns, self.states, self.pins, self.damaged, self.touch
+        )
         self.lock = threading.RLock()
         self._saver = Saver(
-            environment, self.blocks, self.turns, self.states, self.evictor, self.pins,
-            self.lock, self.damaged, self.quotas, self.wear,
+            environment, self.blocks, self.turns, self.conversations, self.states, self.evictor,
+            self.pins, self.lock, self.damaged, self.quotas, self.wear,
         )  # fmt: skip
         self._touched: dict[str, float] = {}
         self._touch_lock = threading.Lock()
@@ -204,11 +209,16 @@ class Store:
         """Delete a conversation, its turns and their states; False if there is none."""
 
         def work(txn: Txn) -> bool:
-            if self.conversations.get(txn, ident) is None:
+            record = self.conversations.get(txn, ident)
+            if record is None:
                 return False
             turns = self.conversations.turn_ids(txn, ident)
             for turn in {*turns, *self.conversations.remove(txn, ident)}:
                 self.states.drop(txn, turn)
+            # A preamble that nobody else's conversation begins with was this one's words too.
+            for state in list(self.states.of_owner(txn, owner_tag(record["owner"]))):
+                if state.named and not self.states.followers(txn, state):
+                    self.states.drop(txn, state.turn)
             return True
 
         with self.lock:
@@ -245,25 +255,6 @@ class Store:
         """
         return self._saver.save(turn_id, pieces, snapshot, base)
 
-    def known_prefix(self, chains: Sequence[bytes], turn_id: str | None = None) -> int:
-        """How many leading blocks, given by the chained hashes at their ends, are stored.
-
-        With `turn_id` only blocks of the states of that turn and its ancestors count; their bits
-        are those that the caller's cache was restored from or saved to.
-        """
-        with self.environment.read() as txn:
-            if turn_id is None:
-                return _leading(chains, lambda chain: bool(self.blocks.by_chain(txn, chain)))
-            best = 0
-            at: str | None = turn_id
-            while at is not None:
-                state = self.states.get(txn, at)
-                if state is not None:
-                    held = {record.chain for _, record in self.blocks.line(txn, state.head)}
-                    best = max(best, _leading(chains, held.__contains__))
-                at = self.turns.parent(txn, at)
-            return best
-
     def find_state(self, turn_id: str) -> StateRef | None:
         """The stored state of exactly this turn, or None. Reads no bulk data and pins nothing."""
         with self.environment.read() as txn:
@@ -288,33 +279,51 @@ class Store:
 
         `buffers(nbytes)` gives the memory that each payload is copied to.
         """
-        with self.environment.read() as txn:
-            state = self.states.get(txn, turn_id)
-            if state is None or state.fingerprint != fingerprint:
-                return None
-            ids = self.turns.ids(txn, turn_id)[: 4 * state.tokens]
-            damage: list[str] = []
-            try:
-                objects = self.blocks.line(txn, state.head)
-                snapshot = self.blocks.get(txn, state.snap)
-                if snapshot is None:
-                    raise StoreError(f"snapshot {state.snap.hex()} is missing: run a repair")
-                if not objects or objects[-1][1].stop != state.tokens:
-                    raise StoreError(f"the blocks of turn {turn_id} end elsewhere: run a repair")
-                objects.append((state.snap, snapshot))
-            except StoreError as error:
-                objects, damage = [], [str(error)]
-            reader = StateReader(
-                self.environment, self.blocks, self.pins, state.ref(), objects, ids, buffers,
-                self.damaged.add,
-            )  # fmt: skip
-            reader.report.damage.extend(damage)
-        self.touch(turn_id)
-        return reader
+        return self.reading.state(turn_id, fingerprint, buffers)
 
-    def serve(self, fingerprint: bytes) -> None:
-        """Say which model is served: states of others are evicted first, unless pinned."""
+    def serve(self, fingerprint: bytes, block_tokens: int = 0, *, rows_alone: bool = False) -> None:
+        """Say which model is served: states of others are evicted first, unless pinned.
+
+        With the tokens of its blocks, prefixes of prompts are looked for; `rows_alone` says that
+        its state can be cut wherever a forward ended.
+        """
         self.evictor.fingerprint = fingerprint
+        self.reading.served = Served(fingerprint, block_tokens, rows_alone)
+
+    # ------------------------------------------------------------------ prefixes
+
+    def longest_prefix(self, ids: Sequence[int], owner: str = "", beyond: int = 0) -> Prefix | None:
+        """The longest stored beginning of a prompt that this owner's states have; see
+        `store.prefixes`. Only what holds more than `beyond` tokens counts. Reads no bulk data."""
+        return self.reading.longest(ids, owner, beyond)
+
+    def load_prefix(
+        self, prefix: Prefix, ids: Sequence[int], buffers: Buffers = plain_buffer
+    ) -> StateReader | None:
+        """A reader of a found prefix, whose token ids are compared with `ids`; None if it is gone.
+
+        Of a `block` it gives rows only, up to the end of that block: `prefix.tokens` of them count.
+        """
+        return self.reading.prefix(prefix, ids, buffers)
+
+    def save_prefix(
+        self, owner: str, ids: Sequence[int], pieces: Sequence[Piece], snapshot: Piece
+    ) -> SaveReport:
+        """Store a state that belongs to no turn: `ids` are its token ids from the first on.
+
+        As `save_state`; saving it again writes nothing.
+        """
+        header = snapshot.header
+        subject = Subject(
+            name=state_name(owner_tag(owner), header.chain),
+            conversation="",
+            owner=owner,
+            ids=pack_ids(ids),
+            fingerprint=header.fingerprint,
+            depth=0,
+            new=header.stop,
+        )
+        return self._saver.save_as(subject, pieces, snapshot, None)
 
     def drop_state(self, turn_id: str) -> bool:
         """Forget the state of a turn (its ids and items stay); False if there was none."""
@@ -369,45 +378,5 @@ class Store:
         return import_conversation(self, path)
 
     def stats(self) -> dict[str, Any]:
-        """Counts and sizes: what is stored, how full the map is, what happened since the start."""
-        environment = self.environment
-        with environment.read() as txn:
-            objects, values, nbytes = self.blocks.totals(txn)
-            live = environment.live_pages(txn)
-            conversations = txn.stat(environment.order)["entries"] // 2
-            states = txn.stat(environment.state)["entries"]
-            turns = txn.stat(environment.turn)["entries"]
-            pending = txn.stat(environment.pend)["entries"]
-            days = self.wear.days(txn)
-        page = environment.page_size
-        info = environment.env.info()
-        return {
-            "path": str(environment.path),
-            "conversations": int(conversations),
-            "turns": int(turns),
-            "states": int(states),
-            "objects": objects,
-            "values": values,
-            "payload_bytes": nbytes,
-            "live_bytes": live * page,
-            "file_bytes": (int(info["last_pgno"]) + 1) * page,
-            "map_bytes": environment.map_pages * page,
-            "live_share": live / environment.map_pages,
-            "pending": int(pending),
-            "evicted_of_other_models": self.evictor.foreign,
-            "pinned": len(self.pins),
-            "written_today_bytes": days.get(time.strftime("%Y-%m-%d", time.gmtime()), 0),
-            "written_month_bytes": sum(days.values()),
-            "over_daily_budget": self.wear.refused,
-            "evicted": self.evictor.evicted,
-            "recovered": self.recovered,
-            "damaged": len(self.damaged),
-            "page_size": page,
-        }
-
-
-def _leading(chains: Sequence[bytes], known: Callable[[bytes], bool]) -> int:
-    for number, chain in enumerate(chains):
-        if not known(chain):
-            return number
-    return len(chains)
+        """See `store.statistics.statistics`."""
+        return statistics(self)

@@ -51,6 +51,8 @@ class Slot:
     widths: tuple[Width | None, ...]
     held: dict[str, tuple[str, tuple[int, ...]]]
     window: int | None
+    plain: bool = False
+    """Whether the class has no state beside its rows."""
 
     @property
     def state_bytes(self) -> int:
@@ -167,6 +169,11 @@ class Layout:
         A list that has seen this many tokens has every growing array set.
         """
         return math.lcm(_GRAIN, *(row.ratio for slot in self.slots for row in slot.rows))
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether the state is rows and nothing else, so that it can be cut anywhere."""
+        return all(slot.transient or (slot.rows and slot.plain) for slot in self.slots)
 
     @property
     def measured(self) -> bool:
@@ -311,7 +318,10 @@ def _slot(path: tuple[int, ...], name: str, kind: CacheClass, cache: Any) -> Slo
         part: (dtype_name(array), tuple(array.shape))
         for part, array in arrays_of(kind.state(cache))
     }
-    return Slot(path, name, kind, rows, kind.config(cache), widths, held, kind.window(cache))
+    return Slot(
+        path, name, kind, rows, kind.config(cache), widths, held, kind.window(cache),
+        plain=not kind.state(cache),
+    )  # fmt: skip
 
 
 def _width(array: mx.array | None, axis: int) -> Width | None:

@@ -6,6 +6,7 @@ keeps. Only live rows are read, never a buffer's slack, and every bit is kept.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -102,12 +103,20 @@ class Exporter:
         self._provenance = provenance
         self._chain = Chain(root(layout.fingerprint), ids, layout.block_tokens, marks)
 
-    def rows(self, caches: Sequence[Any], stop: int, *, last: bool = False) -> list[Piece]:
-        """The rows not exported yet, up to the last block boundary before `stop`, or all."""
+    def rows(
+        self, caches: Sequence[Any], stop: int, *, last: bool = False, ends: Sequence[int] = ()
+    ) -> list[Piece]:
+        """The rows not exported yet, up to the last block boundary before `stop`, or all.
+
+        `ends` are the positions, in order, at which the forwards that made them ended: each piece
+        tells those within it, since there a state of rows alone can be cut.
+        """
         end = stop if last else stop - stop % self._layout.block_tokens
         if end <= self.position:
             return []
-        pieces = _rows(self._layout, caches, self._chain, self.position, end, self._provenance)
+        pieces = _rows(
+            self._layout, caches, self._chain, self.position, end, self._provenance, ends
+        )
         self.position = end
         return pieces
 
@@ -130,6 +139,7 @@ def _rows(
     start: int,
     stop: int,
     provenance: Mapping[str, Any] | None,
+    ends: Sequence[int] = (),
 ) -> list[Piece]:
     held = position(layout, caches)
     if held is not None and held < stop:
@@ -157,11 +167,25 @@ def _rows(
                 leaves=block.table,
                 digest=payload.digest,
                 provenance=facts,
+                extra=_told(ends, a, b),
             ),
             payload.data,
         )
         for (a, b), block, payload in zip(pairwise(cuts), blocks, payloads, strict=True)
     ]
+
+
+def _told(ends: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    """The ends of forwards in (start, stop] as [[step, count], ...] from `start` on, if any."""
+    steps: list[list[int]] = []
+    at = start
+    for end in ends[bisect_right(ends, start) : bisect_right(ends, stop)]:
+        if steps and steps[-1][0] == end - at:
+            steps[-1][1] += 1
+        else:
+            steps.append([end - at, 1])
+        at = end
+    return {"ends": steps} if steps else {}
 
 
 def _snapshot(

@@ -114,6 +114,27 @@ class Importer:
         self._broken = "it is finished"
         return self._finish(Parted.of(snapshot))
 
+    def finish_rows(self, tokens: int) -> Sequence[Any]:
+        """Restore the first `tokens` positions of the rows taken, where the model has nothing but
+        rows (`Layout.rows_alone`). Raises CodecError where it has more, or rows are missing."""
+        if self._broken is not None:
+            raise CodecError(f"this import takes nothing more: {self._broken}")
+        if not self._layout.rows_alone or not 0 < tokens <= self.position:
+            raise CodecError(f"rows up to {self.position} do not make a state of {tokens} tokens")
+        self._broken = "it is finished"
+        restores = []
+        for slot, cache in self._layout.match(self._caches):
+            rows = {}
+            for row in slot.rows:
+                target = self._targets.get((slot.path, row.name))
+                rows[row.name] = None if target is None else target.array(tokens // row.ratio)
+            restores.append((slot, cache, rows))
+        mx.eval([rows for _, _, rows in restores])
+        for slot, cache, rows in restores:
+            slot.kind.restore(cache, rows, {}, tokens)
+        drop_transient(self._layout, self._caches)
+        return self._caches
+
     def _guard(self, header: Header, kind: str) -> None:
         if self._broken is not None:
             raise CodecError(f"this import takes nothing more: {self._broken}")
@@ -239,7 +260,7 @@ class Importer:
                 raise CodecError(
                     f"layer {slot.path} cannot be restored ({error!r}): recompute this state"
                 ) from None
-        _drop_transient(self._layout, self._caches)
+        drop_transient(self._layout, self._caches)
         held = position(self._layout, self._caches)
         if held is not None and held != header.stop:
             raise CodecError(f"restored caches stand at {held}, not {header.stop}: recompute")
@@ -293,7 +314,8 @@ class Importer:
         return target.array(rows) if target else mx.zeros(shape, memory.dtype_of(width.dtype))
 
 
-def _drop_transient(layout: Layout, caches: Sequence[Any]) -> None:
+def drop_transient(layout: Layout, caches: Sequence[Any]) -> None:
+    """Leave out of a restored list what its model never reads again."""
     for slot in layout.slots:
         if not slot.transient:
             continue

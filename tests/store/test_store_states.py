@@ -10,8 +10,7 @@ import pytest
 from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
 from store.blocks import PART_BYTES, SMALL_BYTES
-from store.codec.chain import Chain
-from store.codec.header import CodecError, Piece, root
+from store.codec.header import CodecError, Piece
 from store.codec.parted import Parted
 from store.environment import VALUE_BYTES
 from store.errors import StoreError, StoreFull, StoreGap
@@ -138,18 +137,6 @@ def test_a_save_without_its_base_is_a_gap(store: Store) -> None:
     with pytest.raises(StoreGap):
         store.save_state(turn, pieces, snapshot)
     assert store.stats()["objects"] == 0
-
-
-def test_known_prefix(store: Store) -> None:
-    turn = add_turn(store, range(100))
-    store.save_state(turn, *make_state(range(60)))
-    links = Chain(root(MODEL), range(100), 16)
-    chains = [links.at(16 * number) for number in range(1, 7)]
-    other = add_turn(store, range(100), conversation="conv_b")
-    assert store.known_prefix(chains) == 3
-    assert store.known_prefix(chains, turn) == 3
-    assert store.known_prefix(chains, other) == 0
-    assert store.known_prefix([b"\1" * 16]) == 0
 
 
 def test_another_model_is_a_miss(store: Store) -> None:
