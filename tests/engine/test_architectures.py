@@ -9,7 +9,6 @@ sums in another order there, so that only their tokens are compared.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,27 +35,6 @@ from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 
-SAMPLE = {  # most cache classes, and three that are not batched
-    "glm5_next",
-    "llama",
-    "gemma3",
-    "gpt_oss",
-    "minimax_m3",
-    "kimi_linear",
-    "qwen3_next",
-    "qwen3_5",
-    "glm_moe_dsa",
-    "mamba2",
-    "nemotron_h",
-    "falcon_h1",
-    "llama4",
-    "recurrent_gemma",
-    "deepseek_v4",
-    "llama_kv8",
-    "hy_v4",
-    "lfm2",
-}
-CHOSEN = [name for name in NAMES if name in SAMPLE or os.environ.get("TANDEM_SOAK") == "1"]
 # What the probe has to find: merged rows that differ or fail, and classes without a batched form.
 ROW_WISE = {
     "hy_v4",
@@ -73,8 +51,11 @@ ROW_WISE = {
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Model]:
-    return {name: build(name) for name in CHOSEN}
+def models(request: pytest.FixtureRequest) -> dict[str, Model]:
+    """Those whose day it is."""
+    ours = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in ours if hasattr(item, "callspec")]
+    return {name: build(name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +78,8 @@ def oracle(model: Model, name: str, index: int) -> Answer:
     return answer(model, ids, plan(0, len(ids) - 1, CHUNK), params_of(part))
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.rotate(4)
+@pytest.mark.parametrize("name", NAMES)
 def test_handed_over_and_resumed_equals_one_process(
     name: str, models: dict[str, Model], folder: Path
 ) -> None:
