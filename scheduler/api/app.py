@@ -13,11 +13,22 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse
 from redis.exceptions import RedisError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from scheduler.api import chat, conversations, faults, messages, models, responses
+from scheduler.api import (
+    batches,
+    chat,
+    conversations,
+    faults,
+    files,
+    messages,
+    models,
+    responses,
+)
 from scheduler.api.backend import Backend
+from scheduler.api.batch_driver import BatchDriver
 from scheduler.api.dashboard import Dashboard
 from scheduler.api.gate import Gate
 from scheduler.config import Config, ConfigError, is_loopback
@@ -35,18 +46,21 @@ def create_app(config: Config) -> FastAPI:
 
     Raises TokenizerError, and ConfigError where it would be open to others without a token.
     """
-    owners = Owners(config.data_dir)
-    if not config.api.token and not is_loopback(config.api.host) and not owners.list():
+    named = bool(config.api.token or Owners(config.data_dir).list())
+    if not named and not is_loopback(config.api.host):
         raise ConfigError(
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "
             "empty: set api.token, name owners with `tandem owners add`, or listen on 127.0.0.1"
         )
     backend = Backend(config)
+    driver = BatchDriver(backend)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         backend.hub.start()
+        driver.start()
         yield
+        await run_in_threadpool(driver.stop)
         await backend.close()
 
     app = FastAPI(
@@ -58,14 +72,15 @@ def create_app(config: Config) -> FastAPI:
         redoc_url=None,
     )
     app.state.backend = backend
-    app.add_middleware(Gate, config=config, owners=owners, audit=backend.audit)
+    app.add_middleware(Gate, config=config, owners=backend.owners, audit=backend.audit)
     app.add_exception_handler(faults.Fault, faults.on_fault)
     app.add_exception_handler(RequestValidationError, faults.on_validation)
     app.add_exception_handler(HTTPException, faults.on_http)
     app.add_exception_handler(RedisError, _on_redis)
     app.add_exception_handler(Exception, faults.on_crash)
-    for room in (responses, conversations, chat, messages, models):
+    for room in (responses, conversations, chat, messages, models, files):
         app.include_router(room.router(backend))
+    app.include_router(batches.router(backend, driver.kick))
     _add_health(app, backend)
     app.mount("/rq", Dashboard(config.redis_url_of("dashboard"), backend.redis))
     return app

@@ -19,9 +19,12 @@ from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.audit import Action, Audit
+from scheduler.batches import Batches
 from scheduler.config import Config
+from scheduler.files import Files
 from scheduler.jobs import Jobs
 from scheduler.nodes import Node, Nodes
+from scheduler.owners import Owners
 from scheduler.record import Job, JobNotFound
 from scheduler.redis_client import AWAY, connect, connect_async
 from store.errors import StoreError, StoreUnavailable
@@ -50,6 +53,9 @@ class Backend:
         self.async_redis = connect_async(config.redis_url_of("api"), patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
         self.audit = Audit.of(config.data_dir)
+        self.owners = Owners(config.data_dir)
+        self.files = Files(self.redis, config.data_dir / "files", int(config.api.files_gb * 1e9))
+        self.batches = Batches(self.redis)
         self.started = int(time.time())
         self._store = StoreClient(config.store_socket, STORE_TIMEOUT)
         self._nodes: tuple[float, list[Node]] = (0.0, [])

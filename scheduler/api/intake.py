@@ -53,7 +53,7 @@ def accept(
     model = backend.model(body.model)
     _refuse_unsupported(body, model)
     caller = current()
-    owner = caller.submits_for(body.user or body.safety_identifier or body.prompt_cache_key)
+    owner = owner_of(body)
     digest = _digest(body)
     if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
         return known
@@ -91,6 +91,11 @@ def accept(
         code="conversation_busy",
         param="conversation",
     )
+
+
+def owner_of(body: ResponseRequest) -> str:
+    """Whose job this request becomes."""
+    return current().submits_for(body.user or body.safety_identifier or body.prompt_cache_key)
 
 
 def count_tokens(backend: Backend, body: ResponseRequest) -> int:

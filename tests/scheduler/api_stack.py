@@ -17,6 +17,7 @@ from openai import OpenAI
 
 from scheduler.api import items
 from scheduler.api.app import create_app
+from scheduler.api.backend import Backend
 from scheduler.api.output import Output, Piece
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.config import Config
@@ -263,6 +264,7 @@ class Stack:
 
     def start_api(self) -> None:
         app = create_app(self.config)
+        self.backend: Backend = app.state.backend
         self.server = uvicorn.Server(
             uvicorn.Config(
                 app, port=self.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"

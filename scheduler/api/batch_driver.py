@@ -1,0 +1,134 @@
+"""The thread that advances all batches of this node, one at a time and each a little."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from redis.exceptions import RedisError
+
+from scheduler.api.backend import Backend
+from scheduler.api.batch_run import BatchRun
+from scheduler.batches import Batch
+from scheduler.files import FilesError
+
+log = logging.getLogger("tandem.batches")
+
+BUSY_SECONDS = 0.1
+"""Between looks at lines that run."""
+IDLE_SECONDS = 2.0
+"""Between looks for batches that another process has accepted."""
+AWAY_SECONDS = 1.0
+_SWEEP_EVERY = 600.0
+
+
+class BatchDriver:
+    """Owns the journals of a data directory: where two APIs share one, one of them drives."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._dir = backend.config.data_dir / "batches"
+        self._runs: dict[str, BatchRun] = {}
+        self._wake = threading.Event()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="batches", daemon=True)
+        self._swept = 0.0
+
+    def start(self) -> None:
+        """Begin; unfinished batches go on."""
+        self._thread.start()
+
+    def kick(self) -> None:
+        """There is a new batch, or one to cancel."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; what was submitted goes on without it."""
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+
+    def _loop(self) -> None:
+        lock = self._lock()
+        if lock is None:
+            return
+        try:
+            while not self._ended.is_set():
+                self._wake.clear()
+                try:
+                    moved = self._tick()
+                    pause = 0.0 if moved else BUSY_SECONDS if self._runs else IDLE_SECONDS
+                except (RedisError, OSError) as error:
+                    log.warning("batches wait: %s", error)
+                    pause = AWAY_SECONDS
+                except Exception:
+                    # One batch's trouble must end neither the others nor this thread.
+                    log.exception("a batch cannot go on now")
+                    pause = AWAY_SECONDS
+                if pause:
+                    self._wake.wait(pause)
+        finally:
+            for run in self._runs.values():
+                run.close()
+            os.close(lock)
+
+    def _lock(self) -> int | None:
+        """The lock of the journals, as soon as no other process has it; None at the end."""
+        self._dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(self._dir / "driver.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        while not self._ended.is_set():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._ended.wait(IDLE_SECONDS)
+            else:
+                return lock
+        os.close(lock)
+        return None
+
+    def _tick(self) -> bool:
+        """One step of each batch; whether any of them moved."""
+        backend = self._backend
+        waiting = backend.batches.unfinished(backend.config.node)
+        moved = False
+        for batch in waiting:
+            if self._ended.is_set():
+                return False
+            run = self._runs.get(batch.id)
+            if run is None and (run := self._take_up(batch)) is None:
+                continue
+            moved = run.step() or moved
+            if run.batch.ended:
+                run.close()
+                run.path.unlink(missing_ok=True)
+                del self._runs[batch.id]
+        self._sweep({batch.id for batch in waiting})
+        return moved
+
+    def _take_up(self, batch: Batch) -> BatchRun | None:
+        try:
+            run = self._runs[batch.id] = BatchRun(self._backend, batch, self._dir)
+        except FilesError as error:
+            told = {"code": "input_file_gone", "message": str(error), "line": None, "param": None}
+            self._backend.batches.move(batch, "failed", errors=[told])
+            return None
+        return run
+
+    def _sweep(self, known: set[str]) -> None:
+        """Now and then: files whose time is over, journals of batches that have ended."""
+        if self._swept and time.monotonic() - self._swept < _SWEEP_EVERY:
+            return
+        self._swept = time.monotonic()
+        self._backend.files.sweep()
+        for path in self._dir.glob("batch_*"):
+            if path.name not in known and not self._unfinished(path):
+                path.unlink(missing_ok=True)
+
+    def _unfinished(self, path: Path) -> bool:
+        batch = self._backend.batches.get(path.name)
+        return batch is not None and not batch.ended
