@@ -78,6 +78,7 @@ class Jobs:
         prompt = pack_ids(new.prompt_ids)
         tokens = len(prompt) // 4
         if not tokens:
+        extend = str(new.route.get("extend", ""))
             raise JobError("the prompt is empty: send at least one token")
         if not 0 <= new.held_tokens < tokens:
             raise JobError(
@@ -104,6 +105,7 @@ class Jobs:
             # Unfinished work for a prompt is found by it, and no owner finds another's.
             "prompt_digest": hashlib.blake2b(
                 prompt, digest_size=16, key=new.owner.encode() if owned else b""
+            **({"route": pack(dict(new.route)), "extend": extend} if new.route else {}),
             ).hexdigest(),
             "cancel": 0,
         }
@@ -158,7 +160,8 @@ class Jobs:
         limit = self.settings.max_wait_seconds
         if not limit or new.priority != "interactive" or new.background:
             return
-        left = tokens - (new.held_tokens if new.stage == "decode" else 0)
+        reused = new.stage == "decode" or new.route.get("extend") == "prefill"
+        left = tokens - (new.held_tokens if reused else 0)
         wait = self.predicted_wait(left, owner=new.owner, priority=new.priority, queue=queue)
         if wait > limit and not self.client.exists(f"tandem:job:{new.id}"):
             raise QueueFull(

@@ -42,7 +42,7 @@ LISTED: tuple[str, ...] = (
     "background", "priority", "created_at", *(f"t_{status}" for status in STATUSES),
     "t_first_token", "prompt_tokens", "held_tokens", "prefilled_tokens", "computed_tokens", "run",
     "worker", "attempts", "p_attempts", "cancel", "seq", "handoff", "usage", "error", "reason",
-    "path", "enqueued_at", "taken_at",
+    "path", "enqueued_at", "taken_at", "route",
 )  # fmt: skip
 
 _PIECE = FIELD.encode()
@@ -120,6 +120,8 @@ class NewJob:
     live turn on `conversation`. `digest`: hash of the request body, which tells a repeated
     submission from another one under the same key. `deadline`: seconds from now within which the
     first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
+    `ledger`: the packed notes of its acceptance.
+    `route`: where the new tokens of a held state are computed, and why (`scheduler.routing`).
     """
 
     id: str
@@ -139,6 +141,7 @@ class NewJob:
     digest: str = ""
     owner_waiting: int = 0
     events: Sequence[Mapping[str, Any]] = (
+    route: Mapping[str, Any] = field(default_factory=dict)
         {"type": "response.created"},
         {"type": "response.queued"},
     )
@@ -220,6 +223,14 @@ class Job:
     enqueued_at: float = 0.0
     taken_at: float = 0.0
 
+    route: dict[str, Any] | None = None
+
+    @property
+    def extends(self) -> bool:
+        """Whether the prefill node extends a state that the decode node lends it."""
+        return bool(
+            self.previous and self.held_tokens and (self.route or {}).get("extend") == "prefill"
+        )
     @property
     def attempts_by_stage(self) -> dict[Stage, int]:
         """How often each stage was started: 1 where nothing went wrong, 0 where it was skipped."""
@@ -295,3 +306,4 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         enqueued_at=float(text("enqueued_at") or 0.0),
         taken_at=float(text("taken_at") or 0.0),
     )
+        route=packed("route"),

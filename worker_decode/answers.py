@@ -107,7 +107,7 @@ class Answer:
         """
         fed = sum(length * count for length, count in event.schedule) - self.held_before
         here = fed - (len(event.ids) - self.job.prompt_tokens)
-        return here + (self.held_before if self.start.path == "cold" else 0)
+        return here + self.held_before - self.start.cached
 
     def facts(self, event: Event) -> dict[str, Any]:
         """The path this answer took."""

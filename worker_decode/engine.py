@@ -27,6 +27,7 @@ from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
+from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
@@ -57,6 +58,7 @@ class Engine:
         ended: Callable[[str], bool],
         announce: Callable[[dict[str, Any]], None] = lambda facts: None,
         pulse: KeepAlive | None = None,
+        lending: Lending | None = None,
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
         `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
@@ -71,6 +73,7 @@ class Engine:
         self._ended = ended
         self._announce = announce
         self._pulse = pulse
+        self._lending = lending
         self._working = nullcontext if pulse is None else pulse.working
         self._hot = Hot(memory)
         self._starts = Starts(model, store, self._hot, inbox, config.decode.local_prefill_tokens)
@@ -267,6 +270,8 @@ class Engine:
     def _look_after(self) -> bool:
         """Save idle conversations and make room; True when more is to do at once."""
         self._collect()
+        if self._lending is not None:
+            self._lending.serve(self._hot)
         now = time.monotonic()
         if now < self._next_look and not self._memory.wanted:
             return False

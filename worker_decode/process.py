@@ -35,6 +35,7 @@ from transport.receiver import Receiver
 from worker_decode.engine import Engine
 from worker_decode.inbox import Inbox
 from worker_decode.memory import Memory
+from worker_decode.lending import Lending
 
 log = logging.getLogger("tandem.decode")
 
@@ -89,6 +90,8 @@ def run(config: Config, model_dir: Path) -> int:
             stack.callback(epochs.stop)
         receiver = Receiver(
             config.link.host,
+        patience = config.link.deadline_seconds / 2
+        lending = Lending(model, store, memory, patience, pulse.wake)
             config.link.port,
             secret,
             inbox,
@@ -98,6 +101,7 @@ def run(config: Config, model_dir: Path) -> int:
             devices=config.link.devices,
         )
         stack.callback(receiver.close)
+            lender=lending,
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
         engine = Engine(
             config,
@@ -114,6 +118,7 @@ def run(config: Config, model_dir: Path) -> int:
         def delete_conversation(ident: str) -> bool:
             turns = store.conversation_turns(ident)
             engine.forget(turns)
+            lending=lending,
             return store.delete_conversation(ident)
 
         server.add("delete_conversation", delete_conversation)

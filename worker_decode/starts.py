@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from engine.model import Model
 from engine.prefill import expand_schedule, plan
 from scheduler.record import Job
 from scheduler.runs import SendBack
-from store.codec.header import CodecError
+from store.blocks import ROWS
+from store.codec.header import CodecError, Piece
 from store.errors import StoreError
 from store.store import Store
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
-from worker_decode.states import Restored, load, restore
+from worker_decode.states import Restored, beginning, load, restore
 
 log = logging.getLogger("tandem.decode")
 
-Path = Literal["cold", "hot", "restored", "recomputed"]
+Path = Literal["cold", "hot", "restored", "extended", "recomputed"]
 
 
 @dataclass
@@ -42,10 +44,14 @@ class Start:
     stored: int = 0
     notes: list[str] = field(default_factory=list)
     held: Held | None = None
+    lent: int = 0
+    """Tokens that the prefill node was lent, where it extended this state."""
 
     @property
     def cached(self) -> int:
         """Prompt tokens that did not pass through any model for this turn."""
+        if self.path == "extended":
+            return self.lent
         return 0 if self.path == "cold" else len(self.ids)
 
 
@@ -89,10 +95,43 @@ class Starts:
         if pieces is None:
             return None
         try:
+            if pieces[0].header.start:
+                return self._joined(job, ids, pieces)
             return _start("cold", restore(self._model, pieces, ids))
-        except CodecError as error:
+        except (StoreError, CodecError) as error:
             self._note(job, notes, f"the received state is unusable: {error}")
             return None
+
+    def _joined(self, job: Job, ids: Sequence[int], pieces: list[Piece]) -> Start:
+        """The rows that were here all the time, and after them what the prefill node has added.
+
+        Raises CodecError, StoreError where they are gone or do not fit together.
+        """
+        stop = pieces[0].header.start
+        lent = pieces[-1].header.extra.get("lent")
+        if not job.previous or type(lent) is not int or not stop <= lent < len(ids):
+            raise CodecError("it does not say what it continues: recompute it")
+        held = self._hot.get(job.previous)
+        if held is not None and len(held.ids) >= stop:
+            rows = beginning(self._model, held, stop)
+            start = _start("extended", restore(self._model, [*rows, *pieces], ids))
+            start.base, start.stored = held.turn if held.stored else held.base, held.stored
+            start.held = self._hot.take(held.turn)
+        else:
+            fingerprint = self._model.fingerprint
+            found = self._store.nearest_state(job.previous, fingerprint)
+            reader = self._store.load_state(found.turn, fingerprint) if found is not None else None
+            if found is None or reader is None:
+                raise CodecError(f"the first {stop} tokens of it are not here any more")
+            with reader:
+                wanted = sum(
+                    record.kind == ROWS and record.stop <= stop for _, record in reader.objects
+                )
+                rows = list(islice(reader, wanted))
+            start = _start("extended", restore(self._model, [*rows, *pieces], ids))
+            start.base, start.stored = found.turn, reader.ref.tokens
+        start.lent = lent
+        return start
 
     def _from_memory(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
         held = self._hot.get(job.previous) if job.previous else None

@@ -143,6 +143,19 @@ def export(model: Model, held: Held) -> tuple[list[Piece], Piece]:
     return pieces, exporter.snapshot(held.caches, extra)
 
 
+def whole(model: Model, held: Held) -> list[Piece]:
+    """All of a state, snapshot last: copied out of the model's memory, on the engine's thread."""
+    exporter = Exporter(model.layout, held.ids)
+    rows = exporter.rows(held.caches, len(held.ids), last=True)
+    extra = {"schedule": held.schedule, "rope_delta": held.rope_delta}
+    return [*rows, exporter.snapshot(held.caches, extra)]
+
+
+def beginning(model: Model, held: Held, stop: int) -> list[Piece]:
+    """The rows of the first `stop` tokens of a state; as `whole`."""
+    return Exporter(model.layout, held.ids).rows(held.caches, stop, last=True)
+
+
 def nbytes_of(caches: Sequence[Any]) -> int:
     """Bytes that a cache list occupies, slack included."""
     return sum(int(cache.nbytes) for cache in caches)

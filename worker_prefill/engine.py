@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive
 from engine.model import Caches, Model
-from engine.prefill import MIN_CHUNK, Prefill, append_schedule
+from engine.prefill import MIN_CHUNK, Prefill, append_schedule, expand_schedule
 from scheduler.execution import Execution
 from scheduler.record import Job
-from scheduler.runs import Cancelled, Preempted
+from scheduler.runs import Cancelled, Lost, Preempted
 from scheduler.staying import Staying
+from store.codec.header import CodecError
 from store.codec.pack import Exporter
+from transport.errors import LinkError
+from worker_decode.states import restore
 from worker_prefill.handoff import Links
 from worker_prefill.late import Late, Live
 from worker_prefill.parked import Parked
@@ -25,6 +29,19 @@ log = logging.getLogger("tandem.prefill")
 #: Tokens per forward pass on Metal while a short interactive job waits: a quarter of the default
 #: chunk, so that the job waits for two seconds rather than for seven.
 SMALL_CHUNK = 2048
+#: Interrupted extensions whose beginning the decode node is known to have.
+_LENT = 16
+
+
+@dataclass
+class _Begun:
+    """A prefill as it is taken up: `known` tokens of its beginning are at the decode node too."""
+
+    run: Prefill
+    schedule: list[list[int]] = field(default_factory=list)
+    rope_delta: int = 0
+    known: int = 0
+    borrowed: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Engine:
@@ -50,6 +67,7 @@ class Engine:
         self._late = late
         self._working = nullcontext if pulse is None else pulse.working
         self._parked = Parked(0, 0, 0.0) if parked is None else parked
+        self._lent: dict[str, int] = {}
         self.chunk = chunk or model.chunk
         small = small_chunk or (SMALL_CHUNK if model.device.kind == "metal" else self.chunk)
         self.small_chunk = min(max(small, MIN_CHUNK), self.chunk)
@@ -72,7 +90,8 @@ class Engine:
         Finished blocks leave while the next chunk is computed. `check` is called at every chunk
         boundary and may raise; where it returns True, the chunks are small until it returns False.
         Returns what finishes the hand-off, to be called on any thread.
-        A prompt that was interrupted, or begins like one that was, goes on from there.
+        A prompt that was interrupted, or begins like one that was, goes on from there; one that
+        is to be extended here, from the state that its decode node lends.
         """
         return self._run(execution, job, check, None)
 
@@ -94,25 +113,32 @@ class Engine:
     ) -> Callable[[], Mapping[str, Any]]:
         ids = job.prompt_ids
         stop = len(ids) - 1
-        run, schedule = self._begin(ids)
         if not stop:
             return lambda: {"path": "none", "reason": "a prompt of one token has no state to move"}
+        try:
+            begun = self._begin(execution, job)
+        except (LinkError, CodecError) as error:
+            log.warning("%s is left to its decode node: %s", job.id, error)
+            return _failing(error)
+        run, schedule = begun.run, begun.schedule
         layout = self._model.layout
-        late = self._late if stay is not None else None
+        first = begun.known - begun.known % layout.block_tokens
+        late = self._late if stay is not None and not begun.rope_delta else None
         reach = stop if late is None else late.reach(job)
         handoff = self._links.begin(
             job,
             fingerprint=self._model.fingerprint,
             tokens=reach,
-            nbytes=layout.state_bytes(reach),
+            nbytes=layout.state_bytes(reach) - layout.rows_bytes(0, first),
             block_tokens=layout.block_tokens,
+            start=first,
         )
         if handoff.hopeless:
             return handoff.give_up  # a state that nobody takes is not computed
-        exporter = Exporter(layout, ids)
+        exporter = Exporter(layout, ids, first)
         begun_at, chunk = run.position, self.chunk
         live: Live | None = None
-        extra: dict[str, Any] = {"schedule": schedule, "rope_delta": 0}
+        extra: dict[str, Any] = {"schedule": schedule, "rope_delta": begun.rope_delta}
         caches: Caches | None = run.caches
         try:
             if run.position:
@@ -139,31 +165,74 @@ class Engine:
             caches = run.caches if live is None else live.caches
             held = stop if live is None else len(live.ids)
             handoff.send(exporter.rows(caches, held, last=True))
+            if first:
+                extra["lent"] = begun.known
             snapshot = exporter.snapshot(caches, extra)
         except BaseException as error:
             handoff.abandon(f"prefill stopped: {type(error).__name__}")
             if isinstance(error, Preempted | Cancelled) and caches is not None:
-                self._parked.put(run, layout.state_bytes(run.position))
+                kept = self._parked.put(run, layout.state_bytes(run.position))
+                if kept and isinstance(error, Preempted):
+                    self._lent = {**dict([*self._lent.items()][-_LENT:]), job.id: begun.known}
             raise
         return lambda: {
             **handoff.finish(snapshot),
             "schedule": schedule,
             "computed_tokens": stop - begun_at,
+            **({"start": first} if first else {}),
+            **({"borrowed": begun.borrowed} if begun.borrowed else {}),
             **({"late": _told(stay, live)} if stay is not None else {}),
         }
 
-    def _begin(self, ids: list[int]) -> tuple[Prefill, list[list[int]]]:
-        """A prefill of `ids` from the longest parked beginning, and the forwards that made it."""
+    def _begin(self, execution: Execution, job: Job) -> _Begun:
+        """The prefill of a prompt from the longest parked beginning, or from what is lent.
+
+        Raises LinkError, CodecError where a state that is there could not be had.
+        """
+        ids = job.prompt_ids
         kept = self._parked.take(ids)
+        known = self._lent.pop(job.id, 0)
         if kept is None:
-            return Prefill(self._model, ids, chunk=self.chunk), []
+            lent = self._borrow(execution, job, ids) if job.extends else None
+            return lent or _Begun(Prefill(self._model, ids, chunk=self.chunk))
         log.info("going on from token %d of %d", kept.position, len(ids))
-        run = Prefill(self._model, ids, kept.position, kept.caches, self.chunk)
+        delta = kept.rope_delta
+        run = Prefill(self._model, ids, kept.position, kept.caches, self.chunk, rope_delta=delta)
         schedule: list[list[int]] = []
         for length in kept.schedule:
             append_schedule(schedule, length)
         run.schedule = list(kept.schedule)
-        return run, schedule
+        return _Begun(run, schedule, delta, known if known <= run.position else 0)
+
+    def _borrow(self, execution: Execution, job: Job, ids: list[int]) -> _Begun | None:
+        """Its conversation's state from the decode node; None where it has none any more."""
+
+        def check() -> None:
+            if execution.lost:
+                raise Lost
+            if execution.cancelled:
+                raise Cancelled
+
+        model = self._model
+        try:
+            lent = self._links.borrow(
+                job,
+                fingerprint=model.fingerprint,
+                nbytes=model.layout.state_bytes(job.held_tokens),
+                check=check,
+            )
+        except LinkError as error:
+            if error.code != "missing":
+                raise
+            log.info("%s is computed from its start: %s", job.id, error)
+            return None
+        state = restore(model, lent.pieces, ids)
+        known = len(state.ids)
+        run = Prefill(model, ids, known, state.caches, self.chunk, rope_delta=state.rope_delta)
+        run.schedule = expand_schedule(state.schedule)
+        return _Begun(
+            run, [list(each) for each in state.schedule], state.rope_delta, known, lent.facts
+        )
 
 
 def _told(stay: Staying, live: Live | None) -> dict[str, Any]:
@@ -176,7 +245,7 @@ def _told(stay: Staying, live: Live | None) -> dict[str, Any]:
     }
 
 
-def _failing(error: ModelError) -> Callable[[], Mapping[str, Any]]:
+def _failing(error: Exception) -> Callable[[], Mapping[str, Any]]:
     def tail() -> Mapping[str, Any]:
         raise error
 

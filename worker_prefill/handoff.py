@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from scheduler.config import LinkConfig
@@ -13,15 +15,25 @@ from scheduler.nodes import Node, Nodes
 from scheduler.record import Job
 from scheduler.redis_client import AWAY
 from store.codec.header import Piece
+from transport.desk import Desk
 from transport.errors import LinkError, Refused
 from transport.link import Link, Rdma
 from transport.outbound import Transfer
+from worker_prefill.borrow import Loan, Loans
 
 log = logging.getLogger("tandem.prefill")
 
 ATTEMPTS = 3
 #: Room for what a snapshot holds beyond the layout's estimate.
 _SLACK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """A state that a decode node has lent: its pieces, snapshot last, and what it cost."""
+
+    pieces: list[Piece]
+    facts: dict[str, Any]
 
 
 class Links:
@@ -37,13 +49,23 @@ class Links:
         self._node = node
         self._lock = threading.Lock()
         self._links: dict[str, tuple[str, Link]] = {}
+        self._loans = Loans()
+        self._desk = Desk(self._loans, config.deadline_seconds)
 
     def begin(
-        self, job: Job, *, fingerprint: bytes, tokens: int, nbytes: int, block_tokens: int
+        self,
+        job: Job,
+        *,
+        fingerprint: bytes,
+        tokens: int,
+        nbytes: int,
+        block_tokens: int,
+        start: int = 0,
     ) -> Handoff:
         """A hand-off of `tokens` positions to the job's decode node, offered at once if it is up.
 
-        Where it is not, pieces are kept and offered again at the end of the prefill.
+        Where it is not, pieces are kept and offered again at the end of the prefill. Rows before
+        `start` are there already.
         """
         offer = {
             "response": job.id,
@@ -51,9 +73,44 @@ class Links:
             "tokens": tokens,
             "nbytes": nbytes + _SLACK,
             "block_tokens": block_tokens,
+            "start": start,
         }
         # A job that runs again makes a new transfer: its older one may have been acknowledged.
         return Handoff(self, job.node, f"{job.id}-{job.run[:8]}", offer)
+
+    def borrow(
+        self, job: Job, *, fingerprint: bytes, nbytes: int, check: Callable[[], None]
+    ) -> Borrowed:
+        """The state before the job's new turn, of at most `nbytes`, from its decode node.
+
+        What `check` raises while this waits passes. Raises LinkError: with code "missing" where
+        the decode node has no such state.
+        """
+        if not job.previous:
+            raise LinkError("the job continues no turn", "missing")
+        begun = time.monotonic()
+        name = f"{job.id}-{job.run[:8]}-loan"
+        loan = Loan(fingerprint, job.held_tokens, nbytes + _SLACK)
+        with self._loans.expect(name, loan):
+            try:
+                path = self.link(job.node).ask(
+                    name,
+                    turn=job.previous,
+                    response=job.id,
+                    fingerprint=fingerprint,
+                    tokens=job.held_tokens,
+                    refused=loan.fail,
+                )
+                pieces = loan.wait(self._config.deadline_seconds, check)
+            except BaseException as error:
+                self._desk.abort(name, f"not wanted any more: {error}")
+                raise
+        nbytes = sum(piece.payload.nbytes for piece in pieces)
+        seconds = time.monotonic() - begun
+        tokens = pieces[-1].header.stop
+        return Borrowed(
+            pieces, {"tokens": tokens, "bytes": nbytes, "seconds": seconds, "path": path}
+        )
 
     def link(self, name: str) -> Link:
         """The link to decode node `name` as it runs now. Raises LinkError where there is none."""
@@ -83,8 +140,10 @@ class Links:
         with self._lock:
             links = [link for _, link in self._links.values()]
             self._links.clear()
+        self._desk.close()
         for link in links:
             link.close()
+        self._desk.join(self._config.deadline_seconds)
 
     def _to(self, node: Node) -> Link:
         host, _, port = node.link.rpartition(":")
@@ -96,6 +155,7 @@ class Links:
             deadline=self._config.deadline_seconds,
             streams=self._config.streams,
             node=self._node,
+            desk=self._desk,
         )
 
 

@@ -25,10 +25,11 @@ end
 local function facts(id, holder)
   local f = redis.call('HMGET', record(id), 'created_at', 'deadline', 'owner', 'priority',
                        'prompt_tokens', 'held_tokens', 'parked_by', 'parked_tokens', 'handoff',
-                       'node', 'stage')
+                       'node', 'stage', 'extend')
   if not f[1] then return nil end
-  -- A prefill worker has no stored states: what comes to it is computed from the start.
-  local held = f[11] == 'prefill' and 0 or tonumber(f[6] or '0')
+  -- A prefill worker has no stored states: what comes to it is computed from the start, unless
+  -- the decode node lends it one to extend.
+  local held = (f[11] == 'prefill' and f[12] ~= 'prefill') and 0 or tonumber(f[6] or '0')
   if f[7] and (holder == nil or f[7] == holder) then held = math.max(held, tonumber(f[8])) end
   return {
     id = id, created = tonumber(f[1]), deadline = tonumber(f[2] or ''), owner = f[3] or '',

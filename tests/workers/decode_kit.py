@@ -27,6 +27,7 @@ from transport.protocol import Offer
 from worker_decode.engine import Engine
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
+from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.starts import Starts
 from worker_decode.states import nbytes_of
@@ -60,7 +61,7 @@ def make_job(ids: Sequence[int], *, ident: str | None = None, **fields: Any) -> 
         b"prompt_tokens": str(len(ids)).encode(),
         b"request": pack(fields.pop("request", {"input": [{"role": "user", "content": "?"}]})),
     }
-    for name in ("handoff",):
+    for name in ("handoff", "route"):
         if fields.get(name) is not None:
             raw[name.encode()] = pack(fields.pop(name))
     raw |= {name.encode(): str(value).encode() for name, value in fields.items() if value}
@@ -151,10 +152,11 @@ class Node:
         self.store = Store.open(path / "store", STORE_BYTES)
         self.memory = Memory(limit)
         self.inbox = Inbox(model.fingerprint, self.memory, 0.0)
+        self.lending = Lending(model, self.store, self.memory, 20.0)
         self.ended: set[str] = set()
         self.engine = Engine(
             self.config, model, tokenizer, self.store, self.memory, self.inbox,
-            ended=self.ended.__contains__,
+            ended=self.ended.__contains__, lending=self.lending,
         )  # fmt: skip
         self.events: dict[str, list[dict[str, Any]]] = {}
 
