@@ -75,10 +75,10 @@ class Jobs:
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
         if new.lock and not new.conversation:
             raise JobError("lock=True needs a conversation to lock")
+        extend = str(new.route.get("extend", ""))
         prompt = pack_ids(new.prompt_ids)
         tokens = len(prompt) // 4
         if not tokens:
-        extend = str(new.route.get("extend", ""))
             raise JobError("the prompt is empty: send at least one token")
         if not 0 <= new.held_tokens < tokens:
             raise JobError(
@@ -102,10 +102,10 @@ class Jobs:
             "digest": new.digest,
             "prompt_tokens": tokens,
             "held_tokens": new.held_tokens,
+            **({"route": pack(dict(new.route)), "extend": extend} if new.route else {}),
             # Unfinished work for a prompt is found by it, and no owner finds another's.
             "prompt_digest": hashlib.blake2b(
                 prompt, digest_size=16, key=new.owner.encode() if owned else b""
-            **({"route": pack(dict(new.route)), "extend": extend} if new.route else {}),
             ).hexdigest(),
             "cancel": 0,
         }

@@ -120,7 +120,6 @@ class NewJob:
     live turn on `conversation`. `digest`: hash of the request body, which tells a repeated
     submission from another one under the same key. `deadline`: seconds from now within which the
     first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
-    `ledger`: the packed notes of its acceptance.
     `route`: where the new tokens of a held state are computed, and why (`scheduler.routing`).
     """
 
@@ -140,8 +139,8 @@ class NewJob:
     deadline: float | None = None
     digest: str = ""
     owner_waiting: int = 0
-    events: Sequence[Mapping[str, Any]] = (
     route: Mapping[str, Any] = field(default_factory=dict)
+    events: Sequence[Mapping[str, Any]] = (
         {"type": "response.created"},
         {"type": "response.queued"},
     )
@@ -222,7 +221,6 @@ class Job:
     ledger: Mapping[str, bytes] = field(default_factory=dict)
     enqueued_at: float = 0.0
     taken_at: float = 0.0
-
     route: dict[str, Any] | None = None
 
     @property
@@ -231,6 +229,7 @@ class Job:
         return bool(
             self.previous and self.held_tokens and (self.route or {}).get("extend") == "prefill"
         )
+
     @property
     def attempts_by_stage(self) -> dict[Stage, int]:
         """How often each stage was started: 1 where nothing went wrong, 0 where it was skipped."""
@@ -305,5 +304,5 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         ledger={k.decode()[len(FIELD) :]: v for k, v in raw.items() if k.startswith(_PIECE)},
         enqueued_at=float(text("enqueued_at") or 0.0),
         taken_at=float(text("taken_at") or 0.0),
-    )
         route=packed("route"),
+    )

@@ -34,8 +34,8 @@ from transport.errors import LinkError
 from transport.receiver import Receiver
 from worker_decode.engine import Engine
 from worker_decode.inbox import Inbox
-from worker_decode.memory import Memory
 from worker_decode.lending import Lending
+from worker_decode.memory import Memory
 
 log = logging.getLogger("tandem.decode")
 
@@ -88,10 +88,10 @@ def run(config: Config, model_dir: Path) -> int:
             epochs = Epochs(connect(config.redis_url), f"decode-{config.node}", config.redis_url)
             epochs.start()
             stack.callback(epochs.stop)
-        receiver = Receiver(
-            config.link.host,
         patience = config.link.deadline_seconds / 2
         lending = Lending(model, store, memory, patience, pulse.wake)
+        receiver = Receiver(
+            config.link.host,
             config.link.port,
             secret,
             inbox,
@@ -99,9 +99,9 @@ def run(config: Config, model_dir: Path) -> int:
             node=config.node,
             epochs=epochs,
             devices=config.link.devices,
+            lender=lending,
         )
         stack.callback(receiver.close)
-            lender=lending,
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
         engine = Engine(
             config,
@@ -111,6 +111,7 @@ def run(config: Config, model_dir: Path) -> int:
             memory,
             inbox,
             pulse=pulse,
+            lending=lending,
             ended=lambda response: ended(jobs, response),
             announce=lambda facts: presence.update(facts={"model": config.model_name, **facts}),
         )
@@ -118,7 +119,6 @@ def run(config: Config, model_dir: Path) -> int:
         def delete_conversation(ident: str) -> bool:
             turns = store.conversation_turns(ident)
             engine.forget(turns)
-            lending=lending,
             return store.delete_conversation(ident)
 
         server.add("delete_conversation", delete_conversation)
