@@ -55,6 +55,29 @@ class Profile:
                 return width
         return widths[-1] + 1 if len(widths) > 1 else 2
 
+    def row_rate(self, width: int, context: int) -> float:
+        """Tokens per second that one of `width` rows gets, each of `context` tokens; 0 if unknown.
+
+        Of the measured contexts the nearest; between two widths the step time is interpolated.
+        """
+        contexts = {int(point["context"]) for point in self.decode}
+        if not contexts:
+            return 0.0
+        near = min(contexts, key=lambda c: (abs(c - context), c))
+        steps = sorted(
+            (int(p["width"]), p["width"] / p["rate"])
+            for p in self.decode
+            if p["context"] == near and p["rate"] > 0
+        )
+        if not steps:
+            return 0.0
+        below = [step for step in steps if step[0] <= width] or steps[:1]
+        above = [step for step in steps if step[0] >= width] or steps[-1:]
+        (w0, s0), (w1, s1) = below[-1], above[0]
+        if w0 == w1:
+            return 1.0 / s0
+        return 1.0 / (s0 + (s1 - s0) * (width - w0) / (w1 - w0))
+
     def facts(self) -> dict[str, Any]:
         """For reports."""
         return {**asdict(self), "chunk": self.chunk, "merge_from": self.merge_from}

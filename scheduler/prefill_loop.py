@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from scheduler.execution import Execution
+from scheduler.outbox import Outbox
 from scheduler.queue import decode_queue, prefill_queue, wait_for_work
 from scheduler.record import Job
 from scheduler.redis_client import AWAY, connect
 from scheduler.runs import Cancelled, Drain, Lost, Outcome, Preempted
+from scheduler.staying import Choice, Staying
 from scheduler.worker import LoopWorker
 from store.meter import Meter, charge
 
@@ -44,6 +46,20 @@ class PrefillEngine(Protocol):
         ...
 
 
+class DecodingEngine(PrefillEngine, Protocol):
+    """One that can begin answers: a true attribute `decodes` says so."""
+
+    decodes: bool
+
+    def begin(self, execution: Execution, job: Job, check: Check, stay: Staying) -> Tail:
+        """As `prefill`; then say the answer through `execution.emit` while `stay()` is true.
+
+        The state is handed off at the token where it is not, or at the answer's end. `stay` raises
+        as `check` does.
+        """
+        ...
+
+
 class PrefillLoop(LoopWorker):
     """Takes prompts from the shared `prefill` queue.
 
@@ -60,10 +76,15 @@ class PrefillLoop(LoopWorker):
         *,
         tails: int = 2,
         route: Callable[[Job], str] | None = None,
+        choice: Callable[[Job, int], Choice] | None = None,
         **options: Any,
     ) -> None:
+        """`choice(job, waiting)` says at a prompt's end whether its answer is begun here, where
+        the engine can; without it none is."""
         super().__init__(url, prefill_queue(), **options)
         self._engine = engine
+        self._choice = choice
+        self._outbox = Outbox(connect(url, patience=0))
         self._route = route or (lambda job: decode_queue(job.node))
         self._parked: set[str] = set()
         self._room = threading.BoundedSemaphore(tails)
@@ -71,6 +92,14 @@ class PrefillLoop(LoopWorker):
         self._waiter = connect(url, patience=0)
 
     def _serve(self) -> None:
+        self._outbox.start()
+        try:
+            self._take_and_compute()
+        finally:
+            self._await_settling()  # hand-offs wait for what was said to be written
+            self._outbox.close(max(2.0, self.settings.lease_seconds / 2))
+
+    def _take_and_compute(self) -> None:
         pause = 0.05
         while not self.stopping:
             if not self._room.acquire(timeout=0.2):
@@ -89,7 +118,9 @@ class PrefillLoop(LoopWorker):
             if job is None:
                 self._room.release()
                 continue
-            execution = Execution(job, _progress=self._beat_now.set)
+            execution = Execution(
+                job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
+            )
             execution.notes.meter.take(taking)
             self._one(execution)
 
@@ -98,6 +129,8 @@ class PrefillLoop(LoopWorker):
         self.hold(execution)
         settled = True
         begun_at = -1
+        staying = False
+        looked = float("-inf")
 
         def check(prefilled: int) -> bool:
             nonlocal begun_at
@@ -115,17 +148,29 @@ class PrefillLoop(LoopWorker):
                 return False
             return ahead.interactive
 
+        def begin() -> None:
+            # The prompt's end: the measured rate is that of the prefill alone.
+            if self._announce(job, execution.prefilled, max(begun_at, 0)) == "lost":
+                execution.mark_lost()
+
+        stay = self._staying(execution, begin)
         self._parked.discard(job.id)
         try:
             self.check(execution, 0)
-            tail = self._engine.prefill(execution, job, check)
+            tail = (
+                cast(DecodingEngine, self._engine).begin(execution, job, check, stay)
+                if stay is not None
+                else self._engine.prefill(execution, job, check)
+            )
             settled = False
             computed = time.monotonic()
-            self._closers.submit(self._hand_off, execution, tail, max(begun_at, 0), computed)
+            begun_at = execution.prefilled if stay is not None and stay.began else max(begun_at, 0)
+            self._closers.submit(self._hand_off, execution, tail, begun_at, computed)
         except Lost:
             self.drop(execution)
         except Cancelled:
-            parked = execution.prefilled if getattr(self._engine, "parks", 0) else 0
+            keeps = getattr(self._engine, "parks", 0) and not (stay is not None and stay.began)
+            parked = execution.prefilled if keeps else 0
             self.settle_soon(
                 execution,
                 lambda: self.runs.cancelled(
@@ -159,6 +204,29 @@ class PrefillLoop(LoopWorker):
             if settled:
                 self._room.release()
 
+    def _staying(self, execution: Execution, begin: Callable[[], None]) -> Staying | None:
+        """Until when the answer is said here; None where the decode node says all of it.
+
+        That is so as well where an earlier run has begun the answer: it is told again there.
+        """
+        job, choice = execution.job, self._choice
+        able = getattr(self._engine, "decodes", False)
+        if choice is None or not able or job.first_token_at is not None:
+            return None
+
+        def check() -> None:
+            self.check(execution, execution.prefilled)
+            if self.stopping:
+                stay.leave("the worker is to stop")
+
+        stay = Staying(
+            check,
+            lambda: self.runs.waiting(self.queue),
+            lambda waiting: choice(job, waiting),
+            begin,
+        )
+        return stay
+
     def _may_park(self) -> bool:
         """Whether there is room to park another prefill."""
         room = min(getattr(self._engine, "parks", 0), self.settings.max_parked)
@@ -180,6 +248,7 @@ class PrefillLoop(LoopWorker):
             except Exception as error:
                 log.warning("hand-off of %s failed", job.id, exc_info=error)
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
+            self._wait_written(execution)
             queue = self._route(job)
             self.settle(
                 execution,
@@ -191,6 +260,13 @@ class PrefillLoop(LoopWorker):
             log.exception("the hand-off of %s ended in an error of the loop", job.id)
         finally:
             self._room.release()
+
+    def _wait_written(self, execution: Execution) -> None:
+        """Wait until what was said here is in the log: the decode node goes on from the log."""
+        written = threading.Event()
+        self._outbox.then(execution, written.set)
+        while not written.wait(0.5) and not self.out_of_time:
+            pass
 
     def _announce(self, job: Job, prefilled: int, begun_at: int) -> Outcome:
         try:

@@ -111,6 +111,12 @@ class PrefillConfig(Section):
         description="tokens per forward pass while a short interactive job waits; "
         "0: 2048 on Metal, on a CPU as the chunk",
     )
+    handoff: Literal["late", "prompt"] = Field(
+        "late",
+        description="late: while no prompt waits, and this node decodes at least as fast by the "
+        "measured profiles, it begins the answer itself; prompt: every state is handed off at "
+        "its prompt's end",
+    )
 
 
 class DecodeConfig(Section):

@@ -14,6 +14,7 @@ from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
+from engine.profile import find
 from engine.text import load_tokenizer
 from scheduler.config import Config, is_loopback
 from scheduler.decode_loop import DecodeLoop
@@ -103,6 +104,11 @@ def run(config: Config, model_dir: Path) -> int:
         )
         stack.callback(receiver.close)
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
+        profile = find(model_dir, model.device)
+        known = {
+            "model": config.model_name,
+            "decode_rates": profile.decode if profile is not None else [],
+        }
         engine = Engine(
             config,
             model,
@@ -113,7 +119,7 @@ def run(config: Config, model_dir: Path) -> int:
             pulse=pulse,
             lending=lending,
             ended=lambda response: ended(jobs, response),
-            announce=lambda facts: presence.update(facts={"model": config.model_name, **facts}),
+            announce=lambda facts: presence.update(facts={**known, **facts}),
         )
 
         def delete_conversation(ident: str) -> bool:

@@ -18,8 +18,11 @@ from engine.decode import Batch, Event, Row
 from engine.errors import ModelError
 from engine.grammar import Vocabulary
 from engine.model import Caches, Model
+from engine.profile import Profile
 from scheduler.execution import Execution
+from scheduler.nodes import Nodes
 from scheduler.record import Job
+from scheduler.staying import Choice, Mode, choose
 from worker_decode.answers import Answer, grammar, sampling
 from worker_decode.reader import Reader
 from worker_decode.starts import Start
@@ -134,3 +137,21 @@ class Late:
             model = self._model
             self._words = Vocabulary(self._tokenizer, model.vocab_size, model.eos_ids)
         return self._words
+
+
+def chooser(mode: Mode, profile: Profile | None, nodes: Nodes) -> Callable[[Job, int], Choice]:
+    """The choice at a prompt's end, from this node's profile and what the decode node says."""
+
+    def choice(job: Job, waiting: int) -> Choice:
+        here = there = 0.0
+        if mode == "late" and not waiting and profile is not None:
+            here = profile.row_rate(1, job.prompt_tokens)
+            node = nodes.get("decode", job.node)
+            if node is not None:
+                points = list(node.facts.get("decode_rates") or ())
+                rows = int(node.facts.get("rows") or 0)
+                remote = Profile("", "", "", decode=points)
+                there = remote.row_rate(rows + 1, job.prompt_tokens)
+        return choose(mode, waiting, here, there)
+
+    return choice

@@ -12,6 +12,8 @@ from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
+from engine.profile import find
+from engine.text import load_tokenizer
 from scheduler.config import Config
 from scheduler.host.role import run_role
 from scheduler.nodes import Node, Nodes, Presence
@@ -24,6 +26,7 @@ from transport.epochs import Epochs
 from transport.link import Rdma
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
+from worker_prefill.late import Late, chooser
 from worker_prefill.parked import Parked
 
 log = logging.getLogger("tandem.prefill")
@@ -64,10 +67,19 @@ def run(config: Config, model_dir: Path) -> int:
         )
         pulse = KeepAlive(keepalive_interval(config.device.keepalive_seconds, model.device))
         small = config.prefill.small_chunk
-        engine = Engine(model, links, config.prefill.chunk, parked, pulse, small)
+        late = choice = None
+        if config.prefill.handoff == "late":
+            tokenizer = load_tokenizer(model_dir)
+            late = Late(model, tokenizer, config.decode.max_output_tokens, pulse.working)
+            profile = find(model_dir, model.device)
+            choice = chooser("late", profile, Nodes(connect(config.redis_url)))
+            if profile is None:
+                log.info("every state is handed off at its prompt's end: `tandem calibrate` first")
+        engine = Engine(model, links, config.prefill.chunk, parked, pulse, small, late)
         loop = PrefillLoop(
             config.redis_url,
             engine,
+            choice=choice,
             node=config.node,
             settings=config.jobs,
             lock_dir=config.data_dir,

@@ -49,6 +49,17 @@ def test_rows_are_merged_where_that_is_faster(device: Device) -> None:
     assert profile_of(device, {}, {}).merge_from == 2
 
 
+def test_what_one_row_of_several_gets(device: Device) -> None:
+    decode = {(1, 64): 10.0, (2, 64): 16.0, (4, 64): 20.0, (1, 2048): 8.0}
+    profile = profile_of(device, {}, decode)
+    assert profile.row_rate(1, 100) == pytest.approx(10.0)
+    assert profile.row_rate(2, 100) == pytest.approx(8.0)
+    assert profile.row_rate(3, 100) == pytest.approx(1 / ((0.125 + 0.2) / 2))
+    assert profile.row_rate(9, 100) == pytest.approx(5.0)  # beyond what was measured
+    assert profile.row_rate(1, 9000) == pytest.approx(8.0)
+    assert profile_of(device, {}, {}).row_rate(1, 64) == 0
+
+
 def test_a_profile_counts_only_where_it_was_measured(tmp_path: Path, device: Device) -> None:
     assert find(tmp_path, device) is None
     profile = profile_of(device, {64: 1.0}, {})

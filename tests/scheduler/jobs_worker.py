@@ -21,6 +21,7 @@ from scheduler.host import lifeline
 from scheduler.prefill_loop import PrefillLoop
 from scheduler.record import Job, Result
 from scheduler.runs import Cancelled, Preempted, Runs, SendBack
+from scheduler.staying import Choice, Staying
 from scheduler.worker import LoopWorker
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,6 +51,12 @@ def around(name: str) -> None:
 def wanted(job: Job) -> int:
     """Length of the answer; a job that came over HTTP asks for it as OpenAI's clients do."""
     return int(job.request.get("n") or job.request["params"]["max_output_tokens"])
+
+
+def say(execution: Execution, position: int) -> None:
+    """Emit the answer's token at `position`."""
+    token = answer_token(execution.job.prompt_ids, position)
+    execution.emit({"type": "response.output_text.delta", "delta": f"{token} ", "ids": [token]})
 
 
 class CountingPrefill:
@@ -92,6 +99,22 @@ class CountingPrefill:
 
         return tail
 
+    @property
+    def decodes(self) -> bool:
+        return bool(SPEC.get("late"))
+
+    def begin(
+        self, execution: Execution, job: Job, check: Callable[[int], bool], stay: Staying
+    ) -> Callable[[], Mapping[str, Any]]:
+        tail = self.prefill(execution, job, check)
+        said = 0
+        while said < wanted(job) and stay():
+            at("mid_late")
+            time.sleep(SPEC.get("step_s", 0.0))
+            say(execution, said)
+            said += 1
+        return lambda: {**tail(), "late": said}
+
 
 class CountingDecode:
     """Rows that count; what they answer is `answer_token`."""
@@ -118,10 +141,7 @@ class CountingDecode:
         for execution, position in list(self.rows.items()):
             job = execution.job
             if position < wanted(job):
-                token = answer_token(job.prompt_ids, position)
-                execution.emit(
-                    {"type": "response.output_text.delta", "delta": f"{token} ", "ids": [token]}
-                )
+                say(execution, position)
                 self.rows[execution] = position = position + 1
             if position >= wanted(job):
                 del self.rows[execution]
@@ -165,7 +185,13 @@ def main() -> int:
     }
     loop: LoopWorker
     if SPEC["role"] == "prefill":
-        loop = PrefillLoop(SPEC["url"], CountingPrefill(), tails=SPEC.get("tails", 2), **options)
+        loop = PrefillLoop(
+            SPEC["url"],
+            CountingPrefill(),
+            tails=SPEC.get("tails", 2),
+            choice=lambda job, waiting: Choice(not waiting, ""),
+            **options,
+        )
     else:
         loop = DecodeLoop(SPEC["url"], CountingDecode(), **options)
     return loop.run()
