@@ -73,6 +73,7 @@ def measure(
     """The profile of `model`; `say` gets a line for every measurement."""
     import mlx.core as mx
 
+    from engine.compiled import compare
     from engine.merged import merge
     from engine.prefill import Prefill
     from engine.probe import token_ids
@@ -110,5 +111,7 @@ def measure(
                 rate = max(rate, width * STEPS / (time.perf_counter() - begin))
             decodes.append({"width": width, "context": context, "rate": rate})
             say(f"decode, {width:>2} rows at {context:>5} tokens: {rate:9.1f} tokens/s")
+    compiled = compare(model)
+    say(f"a compiled decode step is not used: {compiled['reason']}")
     device = model.device
-    return Profile(device.name, device.mlx, device.dtype, prefills, decodes)
+    return Profile(device.name, device.mlx, device.dtype, prefills, decodes, compiled)

@@ -79,6 +79,7 @@ class Batch:
             **({"speculation": self._speculation.facts()} if self._speculation else {}),
             "batched": not self._row_wise,
             "reason": self._row_wise,
+            "compiled": self.model.compiled,
             "steps": self._steps,
             "widths": dict(self._widths),
         }

@@ -44,7 +44,8 @@ class Model:
     `mrope` says that positions have an offset which the model keeps outside its cache and which
     every call must pass. `eos_ids` are the tokens that end an answer.
     `chunk` is the prefill chunk and `merge_from` the least number of rows to merge, both from the
-    profile that was measured here, else the device's defaults.
+    profile that was measured here, else the device's defaults; `compiled` is what the profile says
+    of a compiled decode step.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Model:
         profile = find(path, device)
         self.chunk = (profile.chunk if profile else 0) or device.chunk
         self.merge_from = profile.merge_from if profile else 2
+        self.compiled = profile.compiled if profile else {}
         self.mrope = hasattr(self.lm, "_rope_deltas")
         self._fingerprint = fingerprint
         self._make_cache: Callable[[Any], Caches] = make_cache or make_prompt_cache

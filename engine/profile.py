@@ -23,7 +23,8 @@ class Profile:
     """What `tandem calibrate` measured. Rates are tokens per second.
 
     `prefill` has {chunk, context, rate}, `decode` {width, context, rate} with the width of a merged
-    batch. `device`, `mlx` and `dtype` say where; elsewhere the profile does not count.
+    batch, `compiled` what a compiled decode step gave beside a plain one. `device`, `mlx` and
+    `dtype` say where; elsewhere the profile does not count.
     """
 
     device: str
@@ -31,6 +32,7 @@ class Profile:
     dtype: str
     prefill: list[dict[str, float]] = field(default_factory=list)
     decode: list[dict[str, float]] = field(default_factory=list)
+    compiled: dict[str, Any] = field(default_factory=dict)
 
     @property
     def chunk(self) -> int:
