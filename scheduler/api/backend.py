@@ -133,6 +133,7 @@ class Backend:
             record = store.get_conversation(job.conversation)
             if record is not None and record["head"] == job.id and record["turns"] == 1:
                 store.delete_conversation(job.conversation)
+                self.redis.expire(f"tandem:deleted:{job.id}", self._mark_seconds)
 
     def delete_conversation(self, conversation: str) -> None:
         """Delete a conversation with everything said in it; Fault 503 without the store."""
@@ -141,11 +142,16 @@ class Backend:
             store.delete_conversation(conversation)
         for turn in turns:
             with contextlib.suppress(JobNotFound):
-                self._forget(self.jobs.get(turn))
+                self._forget(self.jobs.get(turn), self._mark_seconds)
 
-    def _forget(self, job: Job) -> None:
+    @property
+    def _mark_seconds(self) -> int:
+        """How long a mark is needed where nothing of a response is left to be found."""
+        return int(self.config.jobs.result_days * 86_400) + 60
+
+    def _forget(self, job: Job, seconds: int | None = None) -> None:
         pipe = self.redis.pipeline()
-        pipe.set(f"tandem:deleted:{job.id}", 1)
+        pipe.set(f"tandem:deleted:{job.id}", 1, ex=seconds)
         pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
         pipe.zrem(f"tandem:jobs:{job.status}", job.id)
         pipe.execute()
