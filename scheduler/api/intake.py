@@ -8,6 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -16,10 +17,12 @@ from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
-from scheduler.api.prompt import Prompt, build, is_empty, text_of
+from scheduler.api.prompt import Prompt, build, is_empty
+from scheduler.api.said import text_of
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
+from scheduler.api.weave import Answer
 from scheduler.audit import Action
 from scheduler.record import (
     Accepted,
@@ -136,12 +139,19 @@ def prompt_of(
             parent=lineage.parent,
             tools=shaping.tools,
             options=shaping.options,
+            answers=_shifted(lineage),
         )
     except TemplateError as error:
         raise bad(str(error), "input") from error
     if len(prompt.ids) >= limit:
         raise _too_long(str(len(prompt.ids)), limit)
     return prompt
+
+
+def _shifted(lineage: Lineage) -> list[Answer]:
+    """The known answers by their places behind the conversation's first items."""
+    first = len(lineage.seed)
+    return [replace(one, start=one.start + first, stop=one.stop + first) for one in lineage.answers]
 
 
 def _too_long(tokens: str, limit: int) -> Fault:

@@ -12,9 +12,11 @@ from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.items import split
-from scheduler.api.prompt import Parent
+from scheduler.api.prompt import Parent, messages_of
+from scheduler.api.recall import Recalled, recall
 from scheduler.api.schema import ResponseRequest
-from scheduler.api.threads import same_answer
+from scheduler.api.threads import same_answer, same_past
+from scheduler.api.weave import Answer
 from scheduler.record import JobNotFound
 from store.turns import Turn
 
@@ -27,7 +29,7 @@ class Lineage:
     """What a turn continues: nothing, a conversation's first items, or another turn.
 
     `items` are the turn's own: what the request sent, less what it repeats of earlier turns.
-    `stateless`: the request named no ID.
+    `stateless`: the request named no ID. `answers`: what among the items was generated here.
     """
 
     conversation: str
@@ -37,6 +39,7 @@ class Lineage:
     seed: Items = field(default=())
     new: bool = False
     stateless: bool = False
+    answers: Sequence[Answer] = ()
 
 
 def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Lineage:
@@ -75,7 +78,36 @@ def new_conversation() -> str:
 
 
 def _repeated(backend: Backend, body: ResponseRequest, items: Items) -> Lineage | None:
-    """The turn whose past and answer the request repeats, or None."""
+    """The turn whose past and answer the request repeats, and later answers that are known."""
+    found = _continued(backend, body, items)
+    first = len(items) - len(found.items) if found is not None else 0
+    recalled = recall(backend, items, first)
+    if found is None and recalled and _same_past(backend, body, items, recalled[-1]):
+        # It was not found by its text: that is remembered for a time only.
+        return _on(backend, recalled[-1].turn, items[recalled[-1].stop :])
+    known = tuple(one.answer(first) for one in recalled)
+    if found is not None:
+        return replace(found, answers=known)
+    if known:
+        return Lineage(new_conversation(), items, new=True, stateless=True, answers=known)
+    return None
+
+
+def _same_past(backend: Backend, body: ResponseRequest, items: Items, one: Recalled) -> bool:
+    with backend.store() as store:
+        path = store.path_of(one.turn.id)
+        first = store.get_conversation(path[0].conversation)
+    past = [item for turn in path[:-1] for item in turn.items]
+    inputs = split(one.turn.id, one.turn.items)[0]
+    stored = [*(divided(first)[0] if first else ()), *past, *inputs]
+    return same_past(
+        messages_of(items[: one.start], body.instructions),
+        messages_of(stored, one.turn.params.get("instructions")),
+    )
+
+
+def _continued(backend: Backend, body: ResponseRequest, items: Items) -> Lineage | None:
+    """The turn whose past and answer the request repeats, found by its text, or None."""
     caller = current()
     known = backend.threads.candidates(items, body.instructions, caller.share or None)
     for name, start, stop in known:
@@ -90,13 +122,18 @@ def _repeated(backend: Backend, body: ResponseRequest, items: Items) -> Lineage 
             continue
         if not same_answer(items[start:stop], split(turn.id, turn.items)[1]):
             continue
-        found = _after_turn(backend, name, items[stop:])
-        about = turn.params.get("params", {}).get("about", {})
-        # A conversation that has been given a name goes on only when it is named.
-        if about.get("stateless"):
-            return replace(found, stateless=True)
-        return replace(found, stateless=True, conversation=new_conversation(), new=True)
+        return _on(backend, turn, items[stop:])
     return None
+
+
+def _on(backend: Backend, turn: Turn, items: Items) -> Lineage:
+    """On from a turn that nobody named."""
+    found = _after_turn(backend, turn.id, items)
+    about = turn.params.get("params", {}).get("about", {})
+    # A conversation that has been given a name goes on only when it is named.
+    if about.get("stateless"):
+        return replace(found, stateless=True)
+    return replace(found, stateless=True, conversation=new_conversation(), new=True)
 
 
 def _after_response(backend: Backend, response: str, items: Items) -> Lineage:

@@ -14,15 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scheduler.api import weave
+from scheduler.api.said import Item, says, text_of
 from scheduler.api.summary import unseal
 from scheduler.api.tokenizer import Message, Rendering, TemplateError, Tokenizer
+from scheduler.api.weave import Answer, marked
 
 _ANSWER = "Q0answer4d1e7a9b0Q"
 """Stands where an assistant's answer goes while the text around it is learnt."""
 
+Encode = Callable[[Rendering, Sequence[Item], Callable[[Rendering], Rendering | None]], list[int]]
 BEFORE = "A summary of what was said and done before:"
-
-Item = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ def build(
     parent: Parent | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
+    answers: Sequence[Answer] = (),
 ) -> Prompt:
-    """The prompt of a turn whose own input is `items`.
+    """The prompt of a turn whose own input is `items`, in which `answers` are known.
 
     Instructions are this turn's alone: another turn's are replaced, never added to. Raises
     TemplateError where the chat template refuses the messages.
@@ -80,14 +83,42 @@ def build(
     def render(messages: Sequence[Message]) -> Rendering:
         return tokenizer.render(placed(tokenizer, messages), tools=tools, options=options)
 
+    opening = _opening(tokenizer, tools, options) if answers else ""
+
+    def encode(
+        plain: Rendering, past: Sequence[Item], around: Callable[[Rendering], Rendering | None]
+    ) -> list[int]:
+        def with_marks(known: Sequence[Answer]) -> Rendering | None:
+            return around(render(messages_of([*past, *marked(items, known)], instructions)))
+
+        return weave.encode(tokenizer, plain, with_marks, answers, opening)
+
     if parent is None:
-        return Prompt(tokenizer.encode(render(messages_of(items, instructions))), 0, False)
+        whole = render(messages_of(items, instructions))
+        return Prompt(encode(whole, (), lambda text: text), 0, False)
     whole = render(messages_of([*parent.items, *parent.answer, *items], instructions))
-    spliced = _splice(tokenizer, render, items, instructions, parent, whole)
+    spliced = _splice(tokenizer, render, items, instructions, parent, whole, encode)
     if spliced is not None:
         return spliced
-    ids = tokenizer.encode(whole)
+    ids = encode(whole, [*parent.items, *parent.answer], lambda text: text)
     return Prompt(ids, common_prefix(ids, parent.ids), True)
+
+
+def _opening(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
+) -> str:
+    """What the generation prompt writes of an answer that the template may not show later."""
+    asked = {"role": "user", "content": "a"}
+    said = {"role": "assistant", "content": _ANSWER}
+    try:
+        ends = tokenizer.render([asked], tools=tools, options=options).text
+        shown = tokenizer.render([asked, said, asked], tools=tools, options=options).text
+    except TemplateError:
+        return ""
+    head = shown.partition(_ANSWER)[0]
+    return ends[len(head) :] if ends.startswith(head) else ""
 
 
 def _splice(
@@ -97,6 +128,7 @@ def _splice(
     instructions: str | None,
     parent: Parent,
     whole: Rendering,
+    encode: Encode,
 ) -> Prompt | None:
     """The parent's ids continued, or None where the template lays the conversation out anew."""
     if not parent.generated:
@@ -123,10 +155,11 @@ def _splice(
     stopped = generated[-1] in tokenizer.eos_ids
     text = tokenizer.decode(generated[:-1] if stopped else generated)
     middle = whole.text[len(head) : len(whole.text) - len(tail)]
-    if not _says(middle, text, parent.answer):
+    if not says(middle, text, parent.answer):
         return None
     kept = list(parent.ids)
     rest = around.cut(seam + len(_ANSWER))
+    spelling = ""
     if stopped:
         spelling = tokenizer.decode(generated[-1:])
         if tail.startswith(spelling) and not any(start == 0 for start, _ in rest.literals):
@@ -135,30 +168,14 @@ def _splice(
             # The model ended its turn by another token than the template writes there. It is
             # the pending one, in no state yet, so it can be left out.
             kept.pop()
-    return Prompt(kept + tokenizer.encode(rest), len(kept), len(kept) < len(parent.ids))
+            spelling = ""
 
+    def behind(text: Rendering) -> Rendering | None:
+        at = text.text.find(_ANSWER) + len(_ANSWER)
+        return text.cut(at + len(spelling)) if text.text[at:].startswith(spelling) else None
 
-def _says(rendered: str, generated: str, answer: Sequence[Item]) -> bool:
-    """Whether the template's words for an answer stand for the text that the model generated.
-
-    A template may trim white space around an answer; the model's own tokens stand. Calls and
-    thinking are laid out anew by templates; what was read from the model's text must all be there.
-    """
-    if rendered.strip() == generated.strip():
-        return True
-    if all(item.get("type", "message") == "message" for item in answer):
-        return False
-    if "".join(rendered.split()) == "".join(generated.split()):
-        return True
-    at = 0
-    for item in answer:
-        kind = item.get("type", "message")
-        told = str(item.get("name")) if kind == "function_call" else text_of(item.get("content"))
-        found = rendered.find(told.strip(), at)
-        if found < 0:
-            return False  # thinking that the template leaves out, for example
-        at = found + len(told.strip())
-    return True
+    ids = encode(rest, [*parent.items, answer], behind)
+    return Prompt(kept + ids, len(kept), len(kept) < len(parent.ids))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -214,14 +231,6 @@ def placed(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:
     if all(m["role"] != "system" for m in rest) or tokenizer.late_system:
         return [*first, *rest]
     return [*first, *({**m, "role": "user"} if m["role"] == "system" else m for m in rest)]
-
-
-def text_of(content: Any, between: str = "\n") -> str:
-    """The text of a message's content: a string, or text parts joined by `between`."""
-    if isinstance(content, str):
-        return content
-    parts = (p.get("text") or p.get("refusal") or "" for p in content if isinstance(p, Mapping))
-    return between.join(parts)
 
 
 def is_empty(items: Sequence[Item]) -> bool:

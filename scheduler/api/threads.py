@@ -5,20 +5,27 @@ entered under a digest of the messages it answers; a request is looked up by its
 each answer it repeats, the last answer first, and the answer itself is compared with the stored
 one. So the token ids that were generated stand in for the client's own rendering of them, and
 only what is new is computed. What is found is a hint: the prompt is checked by rendering.
+
+Where the client has changed something that came earlier, answers are found one by one: by the
+response that a tool call's id names, or by a digest of what stands between an answer and the one
+before it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import redis
 
-from scheduler.api.prompt import Item, messages_of
+from scheduler.api.prompt import messages_of
+from scheduler.api.said import Item
 from scheduler.api.tokenizer import Message
 
+_CALL_ID = re.compile(r"call_([0-9a-f]{32})_\d{1,6}")
 KEEP = 8
 """Turns remembered for one past: regenerated answers and parallel branches."""
 
@@ -37,10 +44,34 @@ class Threads:
         """Remember that `response` answers these items. `extra`: what else shapes the prompt."""
         digest = _State(self._model, extra).over(messages_of(items, instructions))
         pipe = self._client.pipeline(transaction=False)
-        pipe.lpush(_key(digest), response)
-        pipe.ltrim(_key(digest), 0, KEEP - 1)
-        pipe.expire(_key(digest), self._seconds)
+        last = max((stop for _, stop in answers(items)), default=0)
+        for key in (_key(digest), self._asked(items[last:], extra)):
+            pipe.lpush(key, response)
+            pipe.ltrim(key, 0, KEEP - 1)
+            pipe.expire(key, self._seconds)
         pipe.execute()
+
+    def writers(
+        self, items: Sequence[Item], seams: Sequence[tuple[int, int]], extra: Any = None
+    ) -> list[list[str]]:
+        """For each answer items[start:stop], the turns that may have written it, best first."""
+        pipe = self._client.pipeline(transaction=False)
+        before = [0, *(stop for _, stop in answers(items))]
+        for start, _ in seams:
+            asked = items[max(stop for stop in before if stop <= start) : start]
+            pipe.lrange(self._asked(asked, extra), 0, -1)
+        found = cast("list[list[bytes]]", pipe.execute())
+        return [
+            list(dict.fromkeys([*_named(items[start:stop]), *(name.decode() for name in names)]))
+            for (start, stop), names in zip(seams, found, strict=True)
+        ]
+
+    def _asked(self, items: Sequence[Item], extra: Any) -> str:
+        """The key of what an answer answers alone; a system prompt before it does not count."""
+        messages = messages_of(items)
+        if messages and messages[0]["role"] == "system":
+            del messages[0]
+        return f"tandem:asked:{_State(self._model, extra).over(messages)}"
 
     def candidates(
         self, items: Sequence[Item], instructions: str | None, extra: Any = None
@@ -48,7 +79,7 @@ class Threads:
         """(response, start, stop) of turns that may have written items[start:stop], best first."""
         seams = [
             (start, stop)
-            for start, stop in _answers(items)
+            for start, stop in answers(items)
             # Something must follow, or there is nothing to answer.
             if start > 0 and stop < len(items)
         ]
@@ -77,6 +108,17 @@ def _said(items: Sequence[Item]) -> Any:
     return [_content(message) for message in messages_of(items) if _content(message)]
 
 
+def _named(items: Sequence[Item]) -> list[str]:
+    """Responses that the ids of these items' calls name."""
+    ids = (str(item.get("call_id")) for item in items if item.get("type") == "function_call")
+    return ["resp_" + match.group(1) for ident in ids if (match := _CALL_ID.fullmatch(ident))]
+
+
+def same_past(sent: Sequence[Message], stored: Sequence[Message]) -> bool:
+    """Whether two lists of messages say the same, but for how calls and thinking are laid out."""
+    return [_content(message) for message in sent] == [_content(message) for message in stored]
+
+
 def _content(message: Message) -> Any:
     """What of a message counts: an assistant's comes back from clients in their own rendering."""
     if message["role"] != "assistant":
@@ -96,7 +138,7 @@ def _call(function: Mapping[str, Any]) -> tuple[str, Any]:
     return str(function.get("name")), arguments
 
 
-def _answers(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
+def answers(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
     """(start, stop) of each run of items that an assistant wrote."""
     start: int | None = None
     for i, item in enumerate([*items, {"type": "end"}]):
