@@ -67,6 +67,8 @@ class Batch:
         self._clock = clock
         self._steps = 0
         self._widths: Counter[int] = Counter()
+        #: The prompt chunk of the last step, if it had one: (uid, tokens, begun, ended), monotonic.
+        self.extended: tuple[int, int, float, float] | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -118,9 +120,12 @@ class Batch:
         self._end(over)
         events = [event for _, event in over]
         extended = next((row for row in self._rows.values() if row.chunks), None)
+        self.extended = None
         if extended is not None:
+            begun, length = time.monotonic(), extended.chunks[-1]
             try:
                 self._extend(extended)
+                self.extended = (extended.uid, length, begun, time.monotonic())
             except Exception as error:  # whatever a model raises concerns this row alone
                 events.append(self._fail(extended, error))
         ready = [row for row in self._rows.values() if not row.chunks]

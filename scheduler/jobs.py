@@ -15,6 +15,8 @@ from redis.exceptions import OutOfMemoryError
 
 from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
+from scheduler.ledger.clock import Clock
+from scheduler.ledger.notes import FIELD
 from scheduler.owners import MARK
 from scheduler.queue import PREFILL, first_queue
 from scheduler.record import (
@@ -62,6 +64,7 @@ class Jobs:
     def __init__(self, client: redis.Redis, settings: JobsConfig | None = None) -> None:
         self.client = client
         self.settings = settings or JobsConfig()
+        self.clock = Clock()
 
     def accept(self, new: NewJob) -> Accepted:
         """Record a job, its prompt and first events and put it into its first queue, atomically.
@@ -128,6 +131,9 @@ class Jobs:
             "events": [pack(dict(event)) for event in new.events],
             "shadow": shadow.fields(new.id, new.stage, queue, tokens),
         }
+        if new.ledger:
+            args["fields"] += [FIELD + "api", new.ledger]
+        before = time.monotonic()
         try:
             answer, detail = scripts.call(self.client, "accept", args, prompt)
         except OutOfMemoryError:
@@ -152,6 +158,9 @@ class Jobs:
                 )
             case "adopted":
                 return Accepted(detail.decode(), True)
+            case "accepted":
+                self.clock.sample(before, float(detail), time.monotonic())
+                return Accepted(new.id, False)
             case outcome:
                 return Accepted(new.id, outcome == "duplicate")
 
@@ -203,6 +212,10 @@ class Jobs:
         if not status:
             raise JobNotFound(f"no job {resp}: check the id")
         return cast(Status, status)
+
+    def note(self, resp: str, name: str, piece: bytes) -> None:
+        """Add packed notes to the record of an ended job, where there still is one."""
+        scripts.call(self.client, "note", {"id": resp, "name": name, "ledger": piece})
 
     def abandon(self, resp: str, grace: float | None = None) -> Status:
         """The client of a foreground job has gone; returns the job's status.

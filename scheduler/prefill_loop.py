@@ -129,8 +129,6 @@ class PrefillLoop(LoopWorker):
         self.hold(execution)
         settled = True
         begun_at = -1
-        staying = False
-        looked = float("-inf")
 
         def check(prefilled: int) -> bool:
             nonlocal begun_at
@@ -248,6 +246,7 @@ class PrefillLoop(LoopWorker):
             except Exception as error:
                 log.warning("hand-off of %s failed", job.id, exc_info=error)
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
+                notes.fork("link", "none", facts["error"])
             self._wait_written(execution)
             queue = self._route(job)
             self.settle(

@@ -120,6 +120,7 @@ class NewJob:
     live turn on `conversation`. `digest`: hash of the request body, which tells a repeated
     submission from another one under the same key. `deadline`: seconds from now within which the
     first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
+    `ledger`: the packed notes of its acceptance.
     `route`: where the new tokens of a held state are computed, and why (`scheduler.routing`).
     """
 
@@ -138,6 +139,7 @@ class NewJob:
     priority: Priority = "normal"
     deadline: float | None = None
     digest: str = ""
+    ledger: bytes = b""
     owner_waiting: int = 0
     route: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = (

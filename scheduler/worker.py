@@ -62,6 +62,7 @@ class LoopWorker(BaseWorker):
         settings: JobsConfig | None = None,
         lock_dir: Path | None = None,
         on_drain: Callable[[], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         connection = connect(url)
         self.settings = settings or JobsConfig()
@@ -75,7 +76,7 @@ class LoopWorker(BaseWorker):
         self.url = url
         self.queue = queue
         self.holder = f"{self.role}:{node}"
-        self.clock = Clock()
+        self.clock = clock or Clock()
         # The taking thread must notice a stop soon, so it never waits for Redis inside a call.
         self.runs = Runs(connect(url, patience=0), self.settings, self.clock)
         self._lock = NodeLock(lock_dir / f"{self.role}-{node}.lock") if lock_dir else None

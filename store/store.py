@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,15 @@ class Store:
                 self.evictor.reuse.turned(turn.id, turn.parent, kind, time.time())
 
         self.environment.write(work)
+
+    def annotate(self, ledgers: Mapping[str, bytes]) -> int:
+        """Put ledgers beside stored turns, all or none; returns how many turns were there."""
+
+        def work(txn: Txn) -> int:
+            self.wear.note(txn, sum(map(len, ledgers.values())))
+            return sum(self.turns.annotate(txn, turn, data) for turn, data in ledgers.items())
+
+        return self.environment.write(work)
 
     def get_turn(self, turn_id: str) -> Turn | None:
         """The turn with its own ids and items, or None."""

@@ -34,6 +34,7 @@ class Turn:
     `prompt_ids` are the token ids of this turn's input that its parent does not hold (all of the
     prompt if `rebased`), `output_ids` the generated ones; `schedule` is the run-length list
     [[tokens, count], ...] of the forwards that built its state; `items` are JSON objects.
+    `ledger` tells how the answer came about; whoever writes it knows what is in it.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Turn:
     usage: dict[str, Any] = field(default_factory=dict)
     status: str = "completed"
     finish: str = ""
+    ledger: bytes = b""
     total: int = 0
     """Token ids up to the end of this turn; set by the store."""
 
@@ -77,6 +79,7 @@ class Turn:
             "usage": json.dumps(self.usage),
             "status": self.status,
             "finish": self.finish,
+            "ledger": self.ledger,
             "total": self.total,
         }
 
@@ -210,6 +213,19 @@ class Turns:
         pages.put(self._environment, txn, b"i" + key, ids)
         link = Link(turn.total, 0, turn.rebased, turn.parent, turn.conversation)
         txn.put(key, link.pack(), db=self._environment.turn)
+        return True
+
+    def annotate(self, txn: Txn, ident: str, ledger: bytes) -> bool:
+        """Put a ledger beside a stored turn; False where the turn is not there any more."""
+        key = check_id(ident, "turn")
+        if txn.get(key, db=self._environment.turn) is None:
+            return False
+        record = pages.get(self._environment, txn, b"t" + key)
+        if record is None:
+            raise StoreError(f"turn {ident} has lost its record: run a repair")
+        pages.delete(self._environment, txn, b"t" + key)
+        changed = msgpack.packb({**msgpack.unpackb(record), "ledger": ledger})
+        pages.put(self._environment, txn, b"t" + key, changed)
         return True
 
     def link(self, txn: Txn, ident: str) -> Link:

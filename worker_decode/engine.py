@@ -14,25 +14,29 @@ from typing import Any
 from engine.decode import Batch
 from engine.drafters import find_drafter
 from engine.errors import ModelError
-from engine.grammar import Vocabulary
+from engine.grammar import Grammar, Vocabulary
 from engine.keepalive import KeepAlive
 from engine.model import Model
 from engine.rows import Event, Row
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished
+from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
 from store.errors import StoreError, StoreGap
+from store.meter import charge
 from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
+from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Starts
 from worker_decode.states import export, nbytes_of
+from worker_decode.timing import Loop, Watch
 from worker_decode.turns import compose, record
 
 log = logging.getLogger("tandem.decode")
@@ -41,6 +45,15 @@ _HOUSEKEEPING = 0.25
 _WORD = 2.0
 _SWEEP = 10.0
 _RETRY = 30.0
+
+#: What finding a state is called, by where it was.
+_STAGES = {
+    "cold": "unpack",
+    "extended": "unpack",
+    "restored": "restore",
+    "hot": "take over",
+    "recomputed": "begin",
+}
 
 
 class Engine:
@@ -59,10 +72,12 @@ class Engine:
         announce: Callable[[dict[str, Any]], None] = lambda facts: None,
         pulse: KeepAlive | None = None,
         lending: Lending | None = None,
+        clock: Clock | None = None,
+        tell: Callable[[str, str, bytes], None] = lambda turn, name, piece: None,
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
         `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
-        awake.
+        awake; `clock` is the loop's; `tell(turn, name, piece)` adds to the ledger of an ended job.
         Raises ModelError where `decode.drafter` names what cannot be had."""
         self._config = config
         self._model = model
@@ -81,6 +96,10 @@ class Engine:
         drafter, reason = find_drafter(model, decode.drafter)
         self._batch = Batch(model, decode.slots, drafter=drafter, depth=decode.draft_tokens)
         log.info("drafter: %s (%s)", "none" if drafter is None else drafter.name, reason)
+        self._drafting = reason
+        self._loop = Loop()
+        self._watches: dict[int, Watch] = {}
+        self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
         self._answers: dict[int, Answer] = {}
         self._saver = Saver(store, self._note_saved)
         self._saving: set[str] = set()
@@ -102,8 +121,14 @@ class Engine:
 
     def add(self, execution: Execution, job: Job) -> None:
         """Find the job's state and start its row. Raises SendBack, JobError."""
+        notes = execution.notes
         emitted = execution.replay.ids
-        start = self._starts.find(job, emitted)
+        began = time.monotonic()
+        with charge(notes.meter):
+            start = self._starts.find(job, emitted)
+        notes.add(_STAGES[start.path], began, time.monotonic(), tokens=len(start.ids))
+        notes.fork("state", start.path, "; ".join(start.notes))
+        began = time.monotonic()
         try:
             params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)
             reader = Reader(job, self._tokenizer, params.stop)
@@ -120,7 +145,7 @@ class Engine:
                 rope_delta=start.rope_delta,
                 text=reader.stream(),
                 lengths=start.lengths,
-                grammar=grammar(job, reader, self._vocabulary),
+                grammar=self._grammar(job, reader, execution),
             )
             uid = self._batch.add(row)
         except (ModelError, ValueError) as error:
@@ -129,6 +154,8 @@ class Engine:
         self._answers[uid] = Answer(
             execution, job, start, reader, self._tokenizer, self._model.eos_ids
         )
+        notes.add("set up", began, time.monotonic())
+        self._watches[uid] = Watch(notes, self._loop)
         if start.held is not None:
             self._forget(start.held.turn)  # it is this row's now
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
@@ -136,15 +163,32 @@ class Engine:
     def step(self) -> list[Finished]:
         """One step of all rows; what ended is handed back to the loop."""
         finished: list[Finished] = []
+        began, chunk = time.monotonic(), 0.0
         with self._working():
             events = self._batch.step()
+        stepped = time.monotonic()
+        if self._batch.extended is not None:
+            uid, tokens, since, until = self._batch.extended
+            chunk = until - since
+            if uid in self._watches:
+                self._watches[uid].chunk(tokens, since, until)
+        ended: list[Watch] = []
         for event in events:
             answer = self._answers[event.uid]
+            if event.token is not None:
+                self._watches[event.uid].token(stepped)
             answer.say(event)
             if event.finish is not None:
                 del self._answers[event.uid]
+                ended.append(self._watches.pop(event.uid))
+                self._note_forks(answer, event)
                 finished.append(self._finish(answer, event))
+        told = time.monotonic()
         self._look_after()
+        now = time.monotonic()
+        self._loop.step(began, stepped, told, chunk, now)
+        for watch in ended:
+            watch.end(now)
         return finished
 
     def cancel(self, execution: Execution) -> None:
@@ -153,6 +197,7 @@ class Engine:
             if answer.execution is execution:
                 self._batch.cancel(uid)
                 del self._answers[uid]
+                self._watches.pop(uid).end()
         self._inbox.discard(execution.job.id)
 
     def idle(self) -> bool:
@@ -170,6 +215,7 @@ class Engine:
         if not self._saver.close(self._config.jobs.drain_seconds + 60):
             log.error("states were not written in time: those turns will be recomputed")
         self._collect()
+        self._ledgers.write(self._ledgers.waiting())
         left = len(self._hot)
         log.info("drained; %d conversations could not be saved", left)
 
@@ -215,7 +261,28 @@ class Engine:
         if answer.job.request.get("store", True):
             self._keep(answer, event)
             commit = partial(self._commit, answer, event, status)
-        return Finished(answer.execution, result, commit=commit)
+        noted = self._ledgers.ended if commit is not None else None
+        return Finished(answer.execution, result, commit=commit, noted=noted)
+
+    def _note_forks(self, answer: Answer, event: Event) -> None:
+        """Which ways the row's decoding took."""
+        notes, facts = answer.execution.notes, self._batch.facts
+        if any(width > 1 for width in event.widths):
+            notes.fork("decode", "batched")
+        else:
+            notes.fork("decode", "one row", str(facts["reason"]) or "no other row was there")
+        speculation = facts.get("speculation")
+        if speculation is None:
+            notes.fork("drafter", "none", self._drafting)
+        elif event.drafted:
+            notes.fork("drafter", str(speculation["drafter"]), self._drafting)
+            notes.facts.update(drafted=event.drafted, accepted=event.accepted)
+        else:
+            notes.fork("drafter", "not used", str(speculation["reason"]) or "slower, or no guess")
+
+    def _grammar(self, job: Job, reader: Reader, execution: Execution) -> Grammar | None:
+        with charge(execution.notes.meter):
+            return grammar(job, reader, self._vocabulary)
 
     def _vocabulary(self) -> Vocabulary:
         """The tokenizer as grammars see it, made when the first one is asked for."""
@@ -279,6 +346,10 @@ class Engine:
         if now >= self._next_word:
             self._next_word = now + _WORD
             self._announce(self.facts())
+            # A turn that has gone on with its next one is not saved by itself.
+            gone = [turn for turn in self._ledgers.waiting() if self._hot.get(turn) is None]
+            if gone and self._saver.room:
+                self._saver.do(partial(self._ledgers.write, gone))
         if now >= self._next_sweep:
             self._next_sweep = now + _SWEEP
             waiting = self._inbox.waiting(_SWEEP)
@@ -310,12 +381,15 @@ class Engine:
         held = self._hot.get(turn)
         if held is None or turn in self._saving:
             return
+        began = time.monotonic()
         pieces, snapshot = export(self._model, held)
+        self._ledgers.copied(turn, began, time.monotonic())
         self._saving.add(turn)
         self._saver.put(turn, len(held.ids), pieces, snapshot, held.base)
 
     def _note_saved(self, saved: Saved) -> None:
         self._saved.append(saved)
+        self._ledgers.saved(saved)
 
     def _collect(self) -> None:
         """What the saver has finished: those conversations leave the model's memory."""

@@ -20,6 +20,7 @@ from scheduler.config import Config, is_loopback
 from scheduler.decode_loop import DecodeLoop
 from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
+from scheduler.ledger.clock import Clock
 from scheduler.nodes import Node, Presence
 from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
@@ -103,6 +104,7 @@ def run(config: Config, model_dir: Path) -> int:
             lender=lending,
         )
         stack.callback(receiver.close)
+        clock = Clock()
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
         profile = find(model_dir, model.device)
         known = {
@@ -119,6 +121,8 @@ def run(config: Config, model_dir: Path) -> int:
             pulse=pulse,
             lending=lending,
             ended=lambda response: ended(jobs, response),
+            clock=clock,
+            tell=jobs.note,
             announce=lambda facts: presence.update(facts={**known, **facts}),
         )
 
@@ -135,6 +139,7 @@ def run(config: Config, model_dir: Path) -> int:
             settings=config.jobs,
             lock_dir=config.data_dir,
             on_drain=lambda: presence.update(state="draining"),
+            clock=clock,
         )
         host, port = receiver.address
         if not is_loopback(config.link.host):

@@ -23,12 +23,16 @@ MAX_QUEUED_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: `report`, or `error` with the cause. `tokens` positions were meant."""
+    """How a save ended: `report`, or `error` with the cause. `tokens` positions were meant.
+
+    `began`: when it was its turn, by time.monotonic.
+    """
 
     turn: str
     tokens: int
     report: SaveReport | None
     error: Exception | None = None
+    began: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Saver:
     def __init__(self, store: Store, done: Callable[[Saved], None]) -> None:
         self._store = store
         self._done = done
-        self._orders: queue.Queue[_Order | None] = queue.Queue(MAX_QUEUED)
+        self._orders: queue.Queue[_Order | Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._nbytes = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -69,6 +73,10 @@ class Saver:
         with self._lock:
             self._nbytes += order.nbytes
         self._orders.put(order)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Run something small behind what is queued; blocks while the queue is full."""
+        self._orders.put(work)
 
     def close(self, timeout: float) -> bool:
         """Write what is queued and end; False when that took more than `timeout` seconds."""
@@ -89,6 +97,10 @@ class Saver:
         order = self._orders.get()
         if order is None:
             return False
+        began = time.monotonic()
+        if not isinstance(order, _Order):
+            order()
+            return True
         report: SaveReport | None = None
         problem: Exception | None = None
         try:
@@ -103,7 +115,6 @@ class Saver:
         with self._lock:
             self._nbytes -= order.nbytes
         # Nor may a traceback keep it.
-        self._done(
-            Saved(order.turn, order.tokens, report, problem and problem.with_traceback(None))
-        )
+        problem = problem and problem.with_traceback(None)
+        self._done(Saved(order.turn, order.tokens, report, problem, began))
         return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from engine.errors import ModelError
@@ -13,14 +15,15 @@ from engine.keepalive import KeepAlive
 from engine.model import Caches, Model
 from engine.prefill import MIN_CHUNK, Prefill, append_schedule, expand_schedule
 from scheduler.execution import Execution
+from scheduler.ledger.notes import Notes
 from scheduler.record import Job
 from scheduler.runs import Cancelled, Lost, Preempted
 from scheduler.staying import Staying
-from store.codec.header import CodecError
+from store.codec.header import CodecError, Piece
 from store.codec.pack import Exporter
 from transport.errors import LinkError
 from worker_decode.states import restore
-from worker_prefill.handoff import Links
+from worker_prefill.handoff import Handoff, Links
 from worker_prefill.late import Late, Live
 from worker_prefill.parked import Parked
 
@@ -111,12 +114,15 @@ class Engine:
         check: Callable[[int], bool],
         stay: Staying | None,
     ) -> Callable[[], Mapping[str, Any]]:
+        notes = execution.notes
         ids = job.prompt_ids
         stop = len(ids) - 1
         if not stop:
             return lambda: {"path": "none", "reason": "a prompt of one token has no state to move"}
         try:
-            begun = self._begin(execution, job)
+            with notes.stage("begin") as facts:
+                begun = self._begin(execution, job)
+                facts.update(tokens=begun.run.position)
         except (LinkError, CodecError) as error:
             log.warning("%s is left to its decode node: %s", job.id, error)
             return _failing(error)
@@ -125,37 +131,52 @@ class Engine:
         first = begun.known - begun.known % layout.block_tokens
         late = self._late if stay is not None and not begun.rope_delta else None
         reach = stop if late is None else late.reach(job)
-        handoff = self._links.begin(
-            job,
-            fingerprint=self._model.fingerprint,
-            tokens=reach,
-            nbytes=layout.state_bytes(reach) - layout.rows_bytes(0, first),
-            block_tokens=layout.block_tokens,
-            start=first,
-        )
+        with notes.stage("offer"):
+            handoff = self._links.begin(
+                job,
+                fingerprint=self._model.fingerprint,
+                tokens=reach,
+                nbytes=layout.state_bytes(reach) - layout.rows_bytes(0, first),
+                block_tokens=layout.block_tokens,
+                start=first,
+            )
         if handoff.hopeless:
             return handoff.give_up  # a state that nobody takes is not computed
         exporter = Exporter(layout, ids, first)
         begun_at, chunk = run.position, self.chunk
+        notes.fork("chunk", str(chunk), self._why_chunk)
         live: Live | None = None
         extra: dict[str, Any] = {"schedule": schedule, "rope_delta": begun.rope_delta}
         caches: Caches | None = run.caches
         try:
             if run.position:
-                handoff.send(exporter.rows(run.caches, run.position))
+                with notes.stage("pack"):
+                    handoff.send(exporter.rows(run.caches, run.position))
             while run.remaining:
+                moments = [time.monotonic()]
                 wanted = self.small_chunk if check(run.position) else self.chunk
                 if wanted != chunk:
                     run.replan(chunk := wanted)
+                    notes.fork("chunk", str(chunk), "a short interactive job waits, or no more")
+                moments.append(time.monotonic())
                 with self._working():
                     start, end = run.step()
                 append_schedule(schedule, end - start)
-                handoff.send(exporter.rows(run.caches, end, last=late is None and end == stop))
-            check(run.position)
+                moments.append(time.monotonic())
+                rows = exporter.rows(run.caches, end, last=late is None and end == stop)
+                moments.append(time.monotonic())
+                handoff.send(rows)
+                del rows  # the hand-off alone keeps them
+                moments.append(time.monotonic())
+                parts = [after - before for before, after in pairwise(moments)]
+                notes.chunk(moments[0], parts, end - start)
+            with notes.stage("check"):
+                check(run.position)
             if late is not None and stay is not None and stay():
                 caches = None  # what `stay` raises finds no state to park
                 try:
-                    live = late.decode(execution, job, run.caches, schedule, stay)
+                    with notes.stage("decode"):
+                        live = late.decode(execution, job, run.caches, schedule, stay)
                 except ModelError as error:
                     handoff.abandon(f"decode failed: {error}")
                     return _failing(error)
@@ -164,10 +185,11 @@ class Engine:
                 extra = {"schedule": live.schedule, "rope_delta": 0}
             caches = run.caches if live is None else live.caches
             held = stop if live is None else len(live.ids)
-            handoff.send(exporter.rows(caches, held, last=True))
-            if first:
-                extra["lent"] = begun.known
-            snapshot = exporter.snapshot(caches, extra)
+            with notes.stage("pack"):
+                handoff.send(exporter.rows(caches, held, last=True))
+                if first:
+                    extra["lent"] = begun.known
+                snapshot = exporter.snapshot(caches, extra)
         except BaseException as error:
             handoff.abandon(f"prefill stopped: {type(error).__name__}")
             if isinstance(error, Preempted | Cancelled) and caches is not None:
@@ -176,13 +198,31 @@ class Engine:
                     self._lent = {**dict([*self._lent.items()][-_LENT:]), job.id: begun.known}
             raise
         return lambda: {
-            **handoff.finish(snapshot),
+            **self._finish(handoff, snapshot, notes),
             "schedule": schedule,
             "computed_tokens": stop - begun_at,
             **({"start": first} if first else {}),
             **({"borrowed": begun.borrowed} if begun.borrowed else {}),
             **({"late": _told(stay, live)} if stay is not None else {}),
         }
+
+    def _finish(self, handoff: Handoff, snapshot: Piece, notes: Notes) -> dict[str, Any]:
+        """Send what is left; what the wire took goes into the notes."""
+        facts = handoff.finish(snapshot)
+        now = time.monotonic()
+        notes.add("wire", now - facts["seconds"], now, lane="link", bytes=facts["bytes"])
+        notes.facts["wire"] = facts["bytes"]
+        errors = "; ".join(facts.get("errors", ()))
+        notes.fork("link", facts["path"], errors or self._links.reason)
+        return facts
+
+    @property
+    def _why_chunk(self) -> str:
+        if self.chunk != self._model.chunk:
+            return "prefill.chunk"
+        if self.chunk != self._model.device.chunk:
+            return "measured here by tandem calibrate"
+        return f"the default on {self._model.device.kind}"
 
     def _begin(self, execution: Execution, job: Job) -> _Begun:
         """The prefill of a prompt from the longest parked beginning, or from what is lent.

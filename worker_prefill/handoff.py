@@ -37,7 +37,12 @@ class Borrowed:
 
 
 class Links:
-    """The links of this prefill node, by decode node. Thread-safe."""
+    """The links of this prefill node, by decode node. Thread-safe.
+
+    `reason`: why they are of the kind they are, for reports.
+    """
+
+    reason = ""
 
     def __init__(
         self, nodes: Nodes, config: LinkConfig, node: str, rdma: Rdma | None = None

@@ -61,6 +61,7 @@ def run(config: Config, model_dir: Path) -> int:
             epochs.start()
             rdma = Rdma(epochs, way.fabric, config.link.devices, config.link.host)
         links = Links(Nodes(connect(config.redis_url)), config.link, config.node, rdma)
+        links.reason = way.reason
         # An eighth of what MLX may keep resident is for prompts that were interrupted.
         parked = Parked(
             config.jobs.max_parked, model.device.working_set_bytes // 8, config.jobs.parked_seconds

@@ -17,6 +17,7 @@ from scheduler.api.faults import Fault
 from scheduler.api.rates import Rates
 from scheduler.audit import Audit
 from scheduler.config import Config, is_loopback
+from scheduler.ledger.arrival import arriving
 from scheduler.owners import Owners
 
 OPEN_PATHS = frozenset(("/health", "/ready"))
@@ -48,6 +49,10 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        with arriving():
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         caller, fault = self._admit(scope, headers)
         if fault is None and scope["method"] not in _SAFE:

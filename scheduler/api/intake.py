@@ -24,6 +24,8 @@ from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
 from scheduler.api.weave import Answer
 from scheduler.audit import Action
+from scheduler.ledger.arrival import arrived
+from scheduler.ledger.notes import Notes
 from scheduler.record import (
     Accepted,
     ConversationBusy,
@@ -53,27 +55,35 @@ def accept(
     `about`: what else is remembered with the turn.
     Raises Fault; then nothing was recorded.
     """
+    notes = arrived()
     model = backend.model(body.model)
     _refuse_unsupported(body, model)
     caller = current()
     owner = owner_of(body)
-    digest = _digest(body)
+    with notes.stage("check"):
+        digest = _digest(body)
     if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
         return known
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
-    shaping = shape(backend.tokenizer, body)
+    with notes.stage("shape"):
+        shaping = shape(backend.tokenizer, body)
     for _ in range(_TRIES):
-        lineage = find_lineage(backend, body, items)
-        prompt = prompt_of(backend, body, lineage, shaping)
-        fields = _job(backend, body, lineage, prompt, model, shaping)
+        with notes.stage("find"):
+            lineage = find_lineage(backend, body, items)
+        with notes.stage("tokenise") as facts:
+            prompt = prompt_of(backend, body, lineage, shaping)
+            facts.update(tokens=len(prompt.ids) - prompt.shared)
+        with notes.stage("place"):
+            fields = _job(backend, body, lineage, prompt, model, shaping)
         fields["request"]["params"]["about"].update(about or {})
         job = NewJob(
             id=response_id(owner, key),
             owner=owner,
             digest=digest,
             owner_waiting=caller.max_waiting,
+            ledger=_noted(backend, notes),
             **fields,
         )
         accepted = _submit(backend, job)
@@ -99,6 +109,15 @@ def accept(
 def owner_of(body: ResponseRequest) -> str:
     """Whose job this request becomes."""
     return current().submits_for(body.user or body.safety_identifier or body.prompt_cache_key)
+
+
+def _noted(backend: Backend, notes: Notes) -> bytes:
+    """What has been done for the request so far; travels with the step that accepts it."""
+    clock = backend.jobs.clock
+    if clock.error > GOOD:
+        with notes.stage("ask the time"):
+            clock.settle(backend.redis)
+    return notes.packed(clock, lane="api", node=backend.config.node)
 
 
 def count_tokens(backend: Backend, body: ResponseRequest) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from scheduler.ledger.clock import Clock
 from scheduler.serializer import pack, unpack
-from store.meter import Meter
+from store.meter import Meter, charge
 
 #: Field of a job's record under which a piece lies, before the run or another name.
 FIELD = "l:"
@@ -55,10 +55,11 @@ class Notes:
 
     @contextmanager
     def stage(self, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
-        """Time what is done meanwhile; facts may be added to what it yields."""
+        """Time what is done meanwhile, and count it as this run's; yields facts to be added to."""
         began = time.monotonic()
         try:
-            yield facts
+            with charge(self.meter):
+                yield facts
         finally:
             self.add(name, began, time.monotonic(), **facts)
 
