@@ -99,6 +99,11 @@ def find(model_dir: Path, device: Device) -> Profile | None:
         return None  # none, or one that another version wrote: the defaults hold
 
 
+def prefill_rate(profile: Profile | None) -> float:
+    """The best measured rate of prefill in tokens per second; 0 without measurements."""
+    return max((point["rate"] for point in profile.prefill), default=0.0) if profile else 0.0
+
+
 def record(model_dir: Path, profile: Profile) -> Path:
     """Write the profile beside the model, at once or not at all; returns where.
 

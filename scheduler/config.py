@@ -31,6 +31,7 @@ from scheduler.sections import (
     LinkConfig,
     PrefillConfig,
     RedisConfig,
+    RoutingConfig,
     Section,
     StoreConfig,
     UpkeepConfig,
@@ -94,6 +95,7 @@ class Config(Section):
     store: StoreConfig = Field(default_factory=StoreConfig)
     link: LinkConfig = Field(default_factory=LinkConfig)
     jobs: JobsConfig = Field(default_factory=JobsConfig)
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
     device: DeviceConfig = Field(default_factory=DeviceConfig)
     upkeep: UpkeepConfig = Field(default_factory=UpkeepConfig)
 
@@ -180,7 +182,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs", "device",
+_SECTIONS = ("redis", "api", "prefill", "decode", "store", "link", "jobs", "routing", "device",
              "upkeep")  # fmt: skip
 _PLAIN = {"TANDEM_DATA": "data_dir", "TANDEM_MODELS": "models_dir", "TANDEM_NODE": "node",
           "TANDEM_MODEL": "model"}  # fmt: skip

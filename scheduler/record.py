@@ -43,6 +43,7 @@ LISTED: tuple[str, ...] = (
     "t_first_token", "prompt_tokens", "held_tokens", "prefilled_tokens", "computed_tokens", "run",
     "worker", "attempts", "p_attempts", "cancel", "seq", "handoff", "usage", "error", "reason",
     "path", "enqueued_at", "taken_at", "route",
+    "extend",
 )  # fmt: skip
 
 _PIECE = FIELD.encode()
@@ -121,7 +122,7 @@ class NewJob:
     submission from another one under the same key. `deadline`: seconds from now within which the
     first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
     `ledger`: the packed notes of its acceptance.
-    `route`: where the new tokens of a held state are computed, and why (`scheduler.routing`).
+    `route`: where the new tokens of a held state are computed, and why (`scheduler.extension`).
     """
 
     id: str
@@ -224,13 +225,12 @@ class Job:
     enqueued_at: float = 0.0
     taken_at: float = 0.0
     route: dict[str, Any] | None = None
+    extend: str = ""
 
     @property
     def extends(self) -> bool:
         """Whether the prefill node extends a state that the decode node lends it."""
-        return bool(
-            self.previous and self.held_tokens and (self.route or {}).get("extend") == "prefill"
-        )
+        return bool(self.previous and self.held_tokens and self.extend == "prefill")
 
     @property
     def attempts_by_stage(self) -> dict[Stage, int]:
@@ -307,4 +307,5 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         enqueued_at=float(text("enqueued_at") or 0.0),
         taken_at=float(text("taken_at") or 0.0),
         route=packed("route"),
+        extend=text("extend"),
     )

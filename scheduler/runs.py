@@ -148,7 +148,8 @@ class Runs:
     ) -> Outcome:
         """End the prefill stage and enqueue the decode job in `queue`, in one step.
 
-        `handoff`: facts (bytes, seconds, path). "cancel": it was cancelled meanwhile and has ended.
+        `handoff`: facts (bytes, seconds, path; `link_rate`, bytes per second, where it was
+        measured). "cancel": it was cancelled meanwhile and has ended.
         """
         args = {
             **self._common(),
@@ -156,6 +157,7 @@ class Runs:
             "run": job.run,
             "prefilled": prefilled,
             "handoff": pack(dict(handoff)),
+            "link": float(handoff.get("link_rate") or 0.0),
             "queue": queue,
             "ledger": ledger,
             "shadow": shadow.fields(job.id, "decode", queue, job.prompt_tokens),

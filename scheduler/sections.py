@@ -214,6 +214,17 @@ class JobsConfig(Section):
     )
 
 
+class RoutingConfig(Section):
+    """`[routing]`"""
+
+    extend: Literal["auto", "decode", "prefill"] = Field(
+        "auto",
+        description="where a long new turn of a stored conversation is computed: at the decode "
+        "node, which has its state; at the prefill node, to which the state goes and from which "
+        "what is new comes back; auto: whichever is sooner by the measured rates",
+    )
+
+
 class DeviceConfig(Section):
     """`[device]`"""
 

@@ -22,7 +22,8 @@ class Report:
     """What a delivered transfer cost.
 
     `seconds` from the offer to the ACK; `exposed_seconds` from `finish` to the ACK, the part that
-    no computation hid; `path` names the backend; `duplicate` if the state had arrived before.
+    no computation hid, and `exposed_bytes` what was still to be sent then; `path` names the
+    backend; `duplicate` if the state had arrived before.
     """
 
     bytes: int
@@ -31,6 +32,7 @@ class Report:
     path: str
     streams: int
     duplicate: bool = False
+    exposed_bytes: int = 0
 
 
 class Part(NamedTuple):
@@ -80,6 +82,8 @@ class Transfer:
         with a higher attempt number).
         """
         begun = time.monotonic()
+        with self._changed:
+            exposed = self._queued + len(memoryview(snapshot.payload).cast("B"))
         self._push(snapshot, SNAPSHOT)
         with self._changed:
             limit = begun + self._sender.deadline + self._sent / FLOOR
@@ -103,6 +107,7 @@ class Transfer:
             path=self._sender.path,
             streams=self._sender.streams,
             duplicate=ack.duplicate,
+            exposed_bytes=exposed,
         )
 
     def abort(self, reason: str) -> None:

@@ -14,7 +14,7 @@ from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
-from engine.profile import find
+from engine.profile import find, prefill_rate
 from engine.text import load_tokenizer
 from scheduler.config import Config, is_loopback
 from scheduler.decode_loop import DecodeLoop
@@ -110,6 +110,7 @@ def run(config: Config, model_dir: Path) -> int:
         known = {
             "model": config.model_name,
             "decode_rates": profile.decode if profile is not None else [],
+            "prefill_rate": prefill_rate(profile),
         }
         engine = Engine(
             config,

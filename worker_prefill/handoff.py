@@ -26,6 +26,7 @@ log = logging.getLogger("tandem.prefill")
 ATTEMPTS = 3
 #: Room for what a snapshot holds beyond the layout's estimate.
 _SLACK = 1 << 20
+_TELLING = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,11 @@ class Links:
         )
 
 
+def _rate(nbytes: int, seconds: float) -> dict[str, float]:
+    """The link's bytes per second, from a transfer that is long enough to tell."""
+    return {"link_rate": nbytes / seconds} if nbytes >= _TELLING and seconds > 0 else {}
+
+
 class Handoff:
     """One state on its way. `send` never raises: a link that fails is tried again at the end."""
 
@@ -209,6 +215,7 @@ class Handoff:
                 "seconds": report.seconds,
                 "exposed_seconds": report.exposed_seconds,
                 "path": report.path,
+                **_rate(report.exposed_bytes, report.exposed_seconds),
                 "streams": report.streams,
                 "attempts": self._attempt,
                 **({"errors": self._errors} if self._errors else {}),

@@ -12,7 +12,7 @@ from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
-from engine.profile import find
+from engine.profile import find, prefill_rate
 from engine.text import load_tokenizer
 from scheduler.config import Config
 from scheduler.host.role import run_role
@@ -89,7 +89,12 @@ def run(config: Config, model_dir: Path) -> int:
         presence.update(
             state="ready",
             fingerprint=model.fingerprint.hex(),
-            facts={"model": config.model_name, "device": model.device.kind, "chunk": engine.chunk},
+            facts={
+                "model": config.model_name,
+                "device": model.device.kind,
+                "chunk": engine.chunk,
+                "prefill_rate": prefill_rate(find(model_dir, model.device)),
+            },
         )
         log.info("ready: %s on %s", config.model_name, model.device.name)
         try:

@@ -24,7 +24,9 @@ from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
 from scheduler.api.weave import Answer
 from scheduler.audit import Action
+from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse
 from scheduler.ledger.arrival import arrived
+from scheduler.ledger.clock import GOOD
 from scheduler.ledger.notes import Notes
 from scheduler.record import (
     Accepted,
@@ -198,8 +200,9 @@ def _job(
         # A state ends before its pending token, and is of use only if nothing of it changed.
         state = len(lineage.parent.ids) - 1
         held = min(state, tokens - 1) if prompt.shared >= state else 0
-    # The state of a turn that is continued lies on its decode node, which computes what is new.
-    local = held > 0
+    node = backend.decode_node()
+    # The state of a turn that is continued lies on its decode node.
+    route = _route(backend, body, node, held, tokens - held) if held else {}
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),
@@ -234,12 +237,34 @@ def _job(
         "conversation": lineage.conversation,
         "previous": lineage.previous,
         "lock": body.conversation_id is not None,
-        "stage": "decode" if local else "prefill",
-        "node": backend.decode_node(),
+        "stage": "decode" if route.get("extend") == "decode" else "prefill",
+        "route": route,
+        "node": node,
         "held_tokens": held,
         "background": bool(body.background),
         "priority": _PRIORITIES.get(body.service_tier or "", "normal"),
     }
+
+
+def _route(
+    backend: Backend, body: ResponseRequest, node: str, held: int, new: int
+) -> dict[str, Any]:
+    """Where the new tokens of a held state are computed, and why; see scheduler.extension."""
+    mode = backend.config.routing.extend
+    asked = (body.metadata or {}).get(METADATA)
+    if asked is not None:
+        try:
+            mode = parse(asked)
+        except ValueError as error:
+            raise bad(f"metadata.{METADATA} {error}", "metadata") from error
+    costs = Costs(held, new)
+    if mode == "auto" and new > FEW:
+        priority = _PRIORITIES.get(body.service_tier or "", "normal")
+        with contextlib.suppress(RedisError):  # who asks it next will hear of that
+            costs = measure(
+                backend.jobs, backend.present(), node, held, new, owner_of(body), priority
+            )
+    return choose(mode, costs)
 
 
 def _submit(backend: Backend, job: NewJob) -> Accepted:

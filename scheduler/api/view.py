@@ -135,6 +135,7 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
         "cached_tokens": cached,
         "new_tokens": job.prompt_tokens - cached,
         "computed_tokens": job.computed_tokens or None,
+        **({"route": job.route} if job.route else {}),
         "handoff": job.handoff,
         "times": times,
         "attempts": job.attempts_by_stage,

@@ -42,6 +42,12 @@ local function append(id, events)
   return seq
 end
 
+-- A measured rate: a moving average over about ten.
+local function learn(name, rate)
+  local before = tonumber(redis.call('GET', name) or rate)
+  redis.call('SET', name, before + (rate - before) / 10)
+end
+
 local index, unindex  -- defined by the policy
 
 -- Memory promised at a decode node for the state of a job is free again.

@@ -18,6 +18,9 @@ move(args.id, status, 'handing_off')
 redis.call('HINCRBY', key, 'p_attempts', redis.call('HGET', key, 'attempts'))
 redis.call('HSET', key, 'stage', 'decode', 'queue', args.queue, 'run', '', 'p_run', args.run,
            'p_worker', worker, 'worker', '', 'attempts', 0, 'handoff', args.handoff)
+if args.link > 0 then
+  learn('tandem:rate:link:' .. (redis.call('HGET', key, 'node') or ''), args.link)
+end
 if args.prefilled >= 0 then redis.call('HSET', key, 'prefilled_tokens', args.prefilled) end
 enqueue(args.id, 'decode', args.queue, args.shadow)
 return 'ok'

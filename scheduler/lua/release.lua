@@ -46,7 +46,7 @@ if args.mode == 'prefill' then
   close(args.id, stage, queue, 'canceled', args.shadow_ttl)
   stage, queue = 'prefill', args.queue
   redis.call('HSET', key, 'stage', stage, 'queue', queue, 'attempts', 0, 'prefilled_tokens', 0)
-  redis.call('HDEL', key, 'handoff', 'p_run')
+  redis.call('HDEL', key, 'handoff', 'p_run', 'extend')
   redis.call('HINCRBY', key, 'returns', 1)
   move(args.id, status, 'queued')
   enqueue(args.id, stage, queue, args.shadow, true)
