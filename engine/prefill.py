@@ -11,6 +11,7 @@ from engine.errors import ModelError
 from engine.images import Embedded
 from engine.memory import fit_chunk
 from engine.model import Caches, Model, evaluate
+from store.codec.twin import twin
 
 # Some models (glm5_next) compute forwards of up to 8 tokens by another path than longer ones, with
 # other rounding. A chunk is therefore never that short by accident.
@@ -115,6 +116,8 @@ class Prefill:
         self.rope_delta = rope_delta if embedded is None else embedded.rope_delta
         self._embedded = embedded
         self.schedule: list[int] = []
+        self.inherited = 0
+        """Tokens of the state that were computed for another prompt."""
         self._cuts = tuple(cuts)
         self._left = (
             list(lengths)
@@ -130,6 +133,30 @@ class Prefill:
     def remaining(self) -> int:
         """Tokens still to compute before the hand-over."""
         return len(self.ids) - 1 - self.position
+
+    def twin(self) -> Prefill:
+        """Another prefill that stands where this one does; both may go on by themselves.
+
+        They share memory until either grows.
+        """
+        model, at = self.model, self.position
+        fresh = list(twin(model.layout, self.caches, model.fresh_cache(), at))
+        lengths = self._left[::-1]
+        other = Prefill(
+            model, self.ids, at, fresh, rope_delta=self.rope_delta, lengths=lengths,
+            embedded=self._embedded, cuts=self._cuts,
+        )  # fmt: skip
+        other.schedule, other.inherited = list(self.schedule), at
+        return other
+
+    @property
+    def offset(self) -> int:
+        """The offset of positions where this stands; `rope_delta` is the one at the end."""
+        return self.rope_delta if self._embedded is None else self._embedded.offset(self.position)
+
+    def see(self, embedded: Embedded) -> None:
+        """Take the features of the images that are still to come."""
+        self._embedded, self.rope_delta = embedded, embedded.rope_delta
 
     def replan(self, chunk: int) -> None:
         """Go on with chunks of another size, for instance while a short job waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,7 +31,9 @@ class Row:
     grammar and length count them. `schedule` says how the held state was made, `rope_delta` is the
     model's position offset, `text` turns tokens into text and finds stop strings. `lengths` are
     the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
-    make a state again exactly as it was made. `grammar` says which tokens may come.
+    make a state again exactly as it was made. `grammar` says which tokens may come. `reached` is
+    called with the caches, the tokens in them and their schedule once they hold `cut` tokens, if
+    one of the forwards ends there; it may copy them.
     """
 
     caches: Caches
@@ -45,6 +47,8 @@ class Row:
     text: TextStream | None = None
     lengths: Sequence[int] = ()
     grammar: Grammar | None = None
+    cut: int = 0
+    reached: Callable[[Caches, list[int], list[list[int]]], None] | None = None
 
     def check(self, model: Model) -> None:
         """Raise `ModelError` where `model` cannot continue this, `ValueError` for a wrong call."""
@@ -111,6 +115,7 @@ class Active:
         self.forced = list(row.emitted)
         self.forced.reverse()
         self.grammar = row.grammar
+        self.cut, self.reached = row.cut, row.reached
         self.rope_delta = row.rope_delta
         self.schedule: list[list[int]] = []
         for length in expand_schedule(row.schedule):

@@ -16,13 +16,14 @@ from engine.drafters import find_drafter
 from engine.errors import ModelError
 from engine.grammar import Grammar, Vocabulary
 from engine.keepalive import KeepAlive
-from engine.model import Model
+from engine.model import Caches, Model
 from engine.rows import Event, Row
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished
 from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
+from store.codec.header import Piece
 from store.errors import StoreError, StoreGap
 from store.meter import charge
 from store.store import Store
@@ -34,7 +35,7 @@ from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
-from worker_decode.starts import Starts
+from worker_decode.starts import Start, Starts
 from worker_decode.states import export, nbytes_of
 from worker_decode.timing import Loop, Watch
 from worker_decode.turns import compose, record
@@ -146,6 +147,8 @@ class Engine:
                 text=reader.stream(),
                 lengths=start.lengths,
                 grammar=self._grammar(job, reader, execution),
+                cut=start.cut,
+                reached=partial(self._share_computed, job, start),
             )
             uid = self._batch.add(row)
         except (ModelError, ValueError) as error:
@@ -158,7 +161,36 @@ class Engine:
         self._watches[uid] = Watch(notes, self._loop)
         if start.held is not None:
             self._forget(start.held.turn)  # it is this row's now
+        if start.shared:
+            self._share(job, start.shared)
+            start.shared = []
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
+
+    def _share_computed(
+        self, job: Job, start: Start, caches: Caches, ids: list[int], schedule: list[list[int]]
+    ) -> None:
+        """The end of a preamble is computed: keep its state for prompts that begin alike."""
+        if self._is_shared(job, ids) or not self._saver.room:
+            return
+        held = Held("", caches, ids, [], schedule, start.rope_delta, 0, stored=start.stored)
+        rows, snapshot = export(self._model, held)
+        self._share(job, [*rows, snapshot])
+
+    def _share(self, job: Job, pieces: list[Piece]) -> None:
+        """Give the state of a preamble, snapshot last, to the saver, unless it is stored already.
+
+        Where too much waits there, a later prompt with this preamble gives it again.
+        """
+        ids = job.prompt_ids[: pieces[-1].header.stop]
+        if self._saver.room and not self._is_shared(job, ids):
+            self._saver.put_prefix(job.owner, ids, pieces[:-1], pieces[-1])
+
+    def _is_shared(self, job: Job, ids: list[int]) -> bool:
+        try:
+            found = self._store.longest_prefix([*ids, 0], job.owner)
+        except StoreError:
+            return True  # it says so itself when it is asked for a state
+        return found is not None and found.tokens == len(ids)
 
     def step(self) -> list[Finished]:
         """One step of all rows; what ended is handed back to the loop."""
@@ -398,13 +430,13 @@ class Engine:
             self._saving.discard(saved.turn)
             held = self._hot.get(saved.turn)
             if saved.report is None:
-                log.warning("state of %s was not saved: %s", saved.turn, saved.error)
+                log.warning("state of %s not saved: %s", saved.turn or "a preamble", saved.error)
                 if held is not None and self._may_wait(held, saved.error):
                     continue
             else:
                 log.info(
                     "saved %s: %d bytes in %.3f s",
-                    saved.turn, saved.report.bytes_written, saved.report.seconds,
+                    saved.turn or "a preamble", saved.report.bytes_written, saved.report.seconds,
                 )  # fmt: skip
             if held is not None:  # else it was continued meanwhile
                 self._forget(saved.turn)

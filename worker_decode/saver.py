@@ -42,6 +42,9 @@ class _Order:
     pieces: Sequence[Piece]
     snapshot: Piece
     base: str | None
+    owner: str = ""
+    ids: Sequence[int] = ()
+    """Token ids and owner of a state that belongs to no turn."""
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +72,15 @@ class Saver:
         self, turn: str, tokens: int, pieces: Sequence[Piece], snapshot: Piece, base: str | None
     ) -> None:
         """Queue a state; blocks while the queue is full."""
-        order = _Order(turn, tokens, pieces, snapshot, base)
+        self._put(_Order(turn, tokens, pieces, snapshot, base))
+
+    def put_prefix(
+        self, owner: str, ids: Sequence[int], pieces: Sequence[Piece], snapshot: Piece
+    ) -> None:
+        """Queue the state of a shared beginning, as `put`; it is told without a turn."""
+        self._put(_Order("", len(ids), pieces, snapshot, None, owner, ids))
+
+    def _put(self, order: _Order) -> None:
         with self._lock:
             self._nbytes += order.nbytes
         self._orders.put(order)
@@ -104,13 +115,18 @@ class Saver:
         report: SaveReport | None = None
         problem: Exception | None = None
         try:
-            report = self._store.save_state(
-                order.turn, order.pieces, order.snapshot, base=order.base
-            )
+            if order.turn:
+                report = self._store.save_state(
+                    order.turn, order.pieces, order.snapshot, base=order.base
+                )
+            else:
+                report = self._store.save_prefix(
+                    order.owner, order.ids, order.pieces, order.snapshot
+                )
         except StoreError as error:
             problem = error
         except Exception as error:
-            log.exception("saving the state of %s failed", order.turn)
+            log.exception("saving the state of %s failed", order.turn or "a preamble")
             problem = error
         with self._lock:
             self._nbytes -= order.nbytes

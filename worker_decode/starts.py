@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal
 
 from engine.model import Model
-from engine.prefill import expand_schedule, plan
+from engine.prefill import expand_schedule, plan, plan_through
 from scheduler.record import Job
 from scheduler.runs import SendBack
 from store.blocks import ROWS
@@ -18,7 +18,8 @@ from store.errors import StoreError
 from store.store import Store
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
-from worker_decode.states import Restored, beginning, load, restore
+from worker_decode.preamble import cut_of
+from worker_decode.states import Restored, beginning, load, load_rows, restore
 
 log = logging.getLogger("tandem.decode")
 
@@ -45,14 +46,16 @@ class Start:
     notes: list[str] = field(default_factory=list)
     held: Held | None = None
     lent: int = 0
-    """Tokens that the prefill node was lent, where it extended this state."""
+    """Tokens that the prefill node was lent, or had of another prompt, where it made this state."""
+    cut: int = 0
+    """The end of a shared preamble that is still to be computed here."""
+    shared: list[Piece] = field(default_factory=list)
+    """The state of a preamble that arrived with this one, snapshot last."""
 
     @property
     def cached(self) -> int:
         """Prompt tokens that did not pass through any model for this turn."""
-        if self.path == "extended":
-            return self.lent
-        return 0 if self.path == "cold" else len(self.ids)
+        return self.lent if self.path in ("extended", "cold") else len(self.ids)
 
 
 class Starts:
@@ -78,11 +81,14 @@ class Starts:
         start = (
             self._arrived(job, [*ids, *emitted], notes)
             or self._from_memory(job, ids, notes)
+            or self._from_prefix(job, ids, notes)
             or self._from_store(job, ids, notes)
+            or (self._from_prefix(job, ids, notes, least=0) if job.previous else None)
         )
         if start is None:
             start = self._from_nothing(job, ids, notes)
         start.notes = notes
+        self._cut(start, job)
         return start
 
     def give_back(self, start: Start) -> None:
@@ -94,10 +100,14 @@ class Starts:
         pieces = self._inbox.take(job.id)
         if pieces is None:
             return None
+        shared, pieces = _apart(pieces)
         try:
             if pieces[0].header.start:
                 return self._joined(job, ids, pieces)
-            return _start("cold", restore(self._model, pieces, ids))
+            start = _start("cold", restore(self._model, pieces, ids))
+            start.shared = shared
+            start.lent = int((job.handoff or {}).get("shared") or 0)
+            return start
         except (StoreError, CodecError) as error:
             self._note(job, notes, f"the received state is unusable: {error}")
             return None
@@ -146,6 +156,47 @@ class Starts:
             base=held.turn if held.stored else held.base, stored=held.stored, held=held,
         )  # fmt: skip
 
+    def _from_prefix(
+        self, job: Job, ids: list[int], notes: list[str], least: int | None = None
+    ) -> Start | None:
+        """The longest beginning of the prompt that any stored state of its owner has.
+
+        Only one with more tokens than `least` (default: than the previous turn's own state).
+        """
+        try:
+            if least is None:
+                model, turn = self._model.fingerprint, job.previous
+                near = self._store.nearest_state(turn, model) if turn else None
+                least = near.tokens if near is not None else 0
+            found = self._store.longest_prefix(ids, job.owner, least)
+            reader = None if found is None else self._store.load_prefix(found, ids)
+            if found is None or reader is None:
+                return None
+            with reader:
+                state = (
+                    load(self._model, reader, ids)
+                    if found.name
+                    else load_rows(self._model, reader, ids, found.tokens)
+                )
+            if state is None:
+                notes.append("a stored prefix is unusable: " + "; ".join(reader.report.damage))
+                return None
+        except (StoreError, CodecError) as error:
+            self._note(job, notes, f"a stored prefix is unusable: {error}")
+            return None
+        return _start("restored", state, base=found.name or None, stored=found.tokens)
+
+    def _cut(self, start: Start, job: Job) -> None:
+        """Let the forwards to come end at the end of a preamble, if it lies before them."""
+        cut, held = cut_of(job, self._model.layout.block_tokens), len(start.ids)
+        if cut <= held:
+            return
+        if not start.lengths:
+            chunk = self._model.chunk
+            start.lengths = plan_through(held, job.prompt_tokens - 1, chunk, (cut,))
+        if cut - held in accumulate(start.lengths):
+            start.cut = cut
+
     def _from_store(self, job: Job, ids: list[int], notes: list[str]) -> Start | None:
         """The state after the previous turn, or the nearest one before it that is whole."""
         turn = job.previous
@@ -185,7 +236,8 @@ class Starts:
 
     def _from_nothing(self, job: Job, ids: list[int], notes: list[str]) -> Start:
         moved = job.handoff is not None and job.handoff.get("path") not in (None, "none")
-        if moved and len(ids) > self._local:
+        gone = job.held_tokens and job.previous is None
+        if (moved or gone) and len(ids) > self._local:
             raise SendBack("; ".join(["the state that had arrived is not here any more", *notes]))
         lengths = self._recorded(job, ids, 0, notes)
         path: Path = "recomputed" if job.previous or moved else "cold"
@@ -233,6 +285,17 @@ def _start(path: Path, state: Restored, base: str | None = None, stored: int = 0
     return Start(
         path, state.caches, state.ids, state.schedule, state.rope_delta, base=base, stored=stored
     )
+
+
+def _apart(pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """A preamble's state, where a snapshot of it stands among the rows, and the pieces without."""
+    *rows, last = pieces
+    marks = [piece for piece in rows if piece.header.kind == "snapshot"]
+    rows = [piece for piece in rows if piece.header.kind == "rows"]
+    if not marks or not rows or rows[0].header.start:
+        return [], [*rows, last]
+    stop = marks[-1].header.stop
+    return [*(piece for piece in rows if piece.header.stop <= stop), marks[-1]], [*rows, last]
 
 
 def _leads(held: Sequence[int], ids: Sequence[int]) -> bool:

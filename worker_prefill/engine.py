@@ -13,7 +13,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive
 from engine.model import Caches, Model
-from engine.prefill import MIN_CHUNK, Prefill, append_schedule, expand_schedule
+from engine.prefill import MIN_CHUNK, Prefill, append_schedule, ends_of, expand_schedule
 from scheduler.execution import Execution
 from scheduler.ledger.notes import Notes
 from scheduler.record import Job
@@ -22,6 +22,7 @@ from scheduler.staying import Staying
 from store.codec.header import CodecError, Piece
 from store.codec.pack import Exporter
 from transport.errors import LinkError
+from worker_decode.preamble import cut_of
 from worker_decode.states import restore
 from worker_prefill.handoff import Handoff, Links
 from worker_prefill.late import Late, Live
@@ -128,6 +129,7 @@ class Engine:
             return _failing(error)
         run, schedule = begun.run, begun.schedule
         layout = self._model.layout
+        cut = cut_of(job, layout.block_tokens)
         first = begun.known - begun.known % layout.block_tokens
         late = self._late if stay is not None and not begun.rope_delta else None
         reach = stop if late is None else late.reach(job)
@@ -136,7 +138,9 @@ class Engine:
                 job,
                 fingerprint=self._model.fingerprint,
                 tokens=reach,
-                nbytes=layout.state_bytes(reach) - layout.rows_bytes(0, first),
+                nbytes=layout.state_bytes(reach)
+                - layout.rows_bytes(0, first)
+                + (layout.state_bytes(cut) - layout.rows_bytes(0, cut) if cut else 0),
                 block_tokens=layout.block_tokens,
                 start=first,
             )
@@ -151,7 +155,7 @@ class Engine:
         try:
             if run.position:
                 with notes.stage("pack"):
-                    handoff.send(exporter.rows(run.caches, run.position))
+                    handoff.send(exporter.rows(run.caches, run.position, ends=ends_of(schedule)))
             while run.remaining:
                 moments = [time.monotonic()]
                 wanted = self.small_chunk if check(run.position) else self.chunk
@@ -163,13 +167,20 @@ class Engine:
                     start, end = run.step()
                 append_schedule(schedule, end - start)
                 moments.append(time.monotonic())
-                rows = exporter.rows(run.caches, end, last=late is None and end == stop)
+                last = late is None and end == stop
+                rows = exporter.rows(run.caches, end, last=last, ends=ends_of(schedule))
                 moments.append(time.monotonic())
                 handoff.send(rows)
                 del rows  # the hand-off alone keeps them
                 moments.append(time.monotonic())
                 parts = [after - before for before, after in pairwise(moments)]
                 notes.chunk(moments[0], parts, end - start)
+                if end == cut:
+                    # Its rows are whole blocks, so that only the snapshot comes on top.
+                    told = {**extra, "schedule": [list(entry) for entry in schedule]}
+                    with notes.stage("pack"):
+                        handoff.send([exporter.snapshot(run.caches, told)])
+                    self._parked.share(run, layout.state_bytes(cut), job.owner)
             with notes.stage("check"):
                 check(run.position)
             if late is not None and stay is not None and stay():
@@ -185,15 +196,16 @@ class Engine:
                 extra = {"schedule": live.schedule, "rope_delta": 0}
             caches = run.caches if live is None else live.caches
             held = stop if live is None else len(live.ids)
+            ends = ends_of(extra["schedule"])
             with notes.stage("pack"):
-                handoff.send(exporter.rows(caches, held, last=True))
+                handoff.send(exporter.rows(caches, held, last=True, ends=ends))
                 if first:
                     extra["lent"] = begun.known
                 snapshot = exporter.snapshot(caches, extra)
         except BaseException as error:
             handoff.abandon(f"prefill stopped: {type(error).__name__}")
             if isinstance(error, Preempted | Cancelled) and caches is not None:
-                kept = self._parked.put(run, layout.state_bytes(run.position))
+                kept = self._parked.put(run, layout.state_bytes(run.position), job.owner)
                 if kept and isinstance(error, Preempted):
                     self._lent = {**dict([*self._lent.items()][-_LENT:]), job.id: begun.known}
             raise
@@ -202,6 +214,7 @@ class Engine:
             "schedule": schedule,
             "computed_tokens": stop - begun_at,
             **({"start": first} if first else {}),
+            **({"shared": run.inherited} if run.inherited else {}),
             **({"borrowed": begun.borrowed} if begun.borrowed else {}),
             **({"late": _told(stay, live)} if stay is not None else {}),
         }
@@ -230,14 +243,18 @@ class Engine:
         Raises LinkError, CodecError where a state that is there could not be had.
         """
         ids = job.prompt_ids
-        kept = self._parked.take(ids)
+        cuts = (cut_of(job, self._model.layout.block_tokens),)
+        kept = self._parked.take(ids, job.owner)
         known = self._lent.pop(job.id, 0)
         if kept is None:
             lent = self._borrow(execution, job, ids) if job.extends else None
-            return lent or _Begun(Prefill(self._model, ids, chunk=self.chunk))
+            return lent or _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts))
         log.info("going on from token %d of %d", kept.position, len(ids))
         delta = kept.rope_delta
-        run = Prefill(self._model, ids, kept.position, kept.caches, self.chunk, rope_delta=delta)
+        run = Prefill(
+            self._model, ids, kept.position, kept.caches, self.chunk, rope_delta=delta, cuts=cuts
+        )
+        run.inherited = kept.inherited
         schedule: list[list[int]] = []
         for length in kept.schedule:
             append_schedule(schedule, length)

@@ -1,10 +1,11 @@
-"""Unfinished prefills that may go on: set aside for a better job, or given up by their client."""
+"""Prefills that may go on: unfinished ones, set aside for a better job or given up by their client,
+and the ends of preambles, from which every prompt that begins alike may go on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.prefill import Prefill
 
@@ -14,13 +15,15 @@ class _Entry:
     run: Prefill
     nbytes: int
     since: float
+    owner: str
+    shared: bool = False
 
 
 class Parked:
     """A few states of prompt beginnings, within bounds of number, bytes and seconds.
 
     A recurrent state cannot be cut back, so one serves only prompts that begin with exactly the
-    tokens it holds. Used by the engine's thread alone.
+    tokens it holds, and only those of its owner. Used by the engine's thread alone.
     """
 
     def __init__(
@@ -44,30 +47,51 @@ class Parked:
         """Bytes of everything kept."""
         return sum(entry.nbytes for entry in self._entries)
 
-    def put(self, run: Prefill, nbytes: int) -> bool:
+    def put(self, run: Prefill, nbytes: int, owner: str = "") -> bool:
         """Keep `run` as it stands, at the cost of the oldest; False where it is too large."""
-        self._expire()
-        if not self.limit or not run.position or nbytes > self._bytes:
+        return self._put(_Entry(run, nbytes, self._clock(), owner))
+
+    def share(self, run: Prefill, nbytes: int, owner: str = "") -> bool:
+        """Keep what `run` is now, while it goes on itself, for all prompts that begin so."""
+        if not self._fits(run, nbytes):
             return False
-        while len(self._entries) >= self.limit or self.nbytes + nbytes > self._bytes:
-            del self._entries[0]
-        self._entries.append(_Entry(run, nbytes, self._clock()))
+        return self._put(_Entry(run.twin(), nbytes, self._clock(), owner, shared=True))
+
+    def _fits(self, run: Prefill, nbytes: int) -> bool:
+        return bool(self.limit and run.position and nbytes <= self._bytes)
+
+    def _put(self, entry: _Entry) -> bool:
+        self._expire()
+        if not self._fits(entry.run, entry.nbytes):
+            return False
+        while len(self._entries) >= self.limit or self.nbytes + entry.nbytes > self._bytes:
+            # An unfinished prefill is waited for; a preamble is stored elsewhere too.
+            gone = next((other for other in self._entries if other.shared), self._entries[0])
+            self._entries = [other for other in self._entries if other is not gone]
+        self._entries.append(entry)
         return True
 
-    def take(self, ids: Sequence[int]) -> Prefill | None:
-        """The one that holds most of the beginning of `ids`, which leaves; None without any."""
+    def take(self, ids: Sequence[int], owner: str = "") -> Prefill | None:
+        """The one that holds most of the beginning of `ids`, None without any.
+
+        An unfinished prefill leaves; of a preamble that is shared it is a copy.
+        """
         self._expire()
         fitting = [
             entry
             for entry in self._entries
-            if entry.run.position < len(ids)
+            if entry.owner == owner
+            and entry.run.position < len(ids)
             and entry.run.ids[: entry.run.position] == list(ids[: entry.run.position])
         ]
         if not fitting:
             return None
         best = max(fitting, key=lambda entry: entry.run.position)
-        self._entries.remove(best)
-        return best.run
+        self._entries = [entry for entry in self._entries if entry is not best]
+        if not best.shared:
+            return best.run
+        self._entries.append(replace(best, since=self._clock()))
+        return best.run.twin()
 
     def _expire(self) -> None:
         oldest = self._clock() - self._lifetime

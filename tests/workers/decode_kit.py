@@ -12,7 +12,7 @@ from tiny_models import TINY, VOCAB
 
 from engine.device import prepare
 from engine.model import Model, widen
-from engine.prefill import Prefill, append_schedule, expand_schedule
+from engine.prefill import Prefill, append_schedule, ends_of, expand_schedule
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 from scheduler.config import Config
@@ -81,7 +81,8 @@ def state_of(model: Model, ids: Sequence[int], chunk: int = 64) -> list[Piece]:
     for length in prefill.schedule:
         append_schedule(schedule, length)
     exporter = Exporter(model.layout, ids)
-    rows = exporter.rows(prefill.caches, len(ids) - 1, last=True)
+    ends = ends_of(schedule)
+    rows = exporter.rows(prefill.caches, len(ids) - 1, last=True, ends=ends)
     return [*rows, exporter.snapshot(prefill.caches, {"schedule": schedule, "rope_delta": 0})]
 
 

@@ -1,0 +1,225 @@
+"""Conversations that begin with one long preamble compute it once and store it once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from decode_kit import Node, asking, make_job, tiny
+from redis_kit import eventually
+from tiny_models import prompt
+
+from engine.model import Model
+from scheduler.config import LinkConfig
+from scheduler.execution import Execution
+from scheduler.nodes import Node as Presented
+from scheduler.nodes import Nodes, Presence
+from scheduler.record import Job
+from store.blocks import ROWS
+from transport.receiver import Receiver
+from worker_decode.preamble import cut_of
+from worker_prefill.engine import Engine
+from worker_prefill.handoff import Links
+from worker_prefill.parked import Parked
+
+SECRET = b"s" * 32
+LONG = 20_000 if os.environ.get("TANDEM_SOAK") else 350
+PREAMBLE = prompt(LONG, seed=3)
+CONVERSATIONS = 10
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def kind(request: pytest.FixtureRequest) -> Model:
+    """A model whose state is rows alone, and one that cannot be cut back; small blocks."""
+    model = tiny(request.param)
+    model.config["max_position_embeddings"] = 32_768
+    per_block = 48 * model.layout.row_bytes + 1000
+    model.__dict__["layout"] = replace(model.layout, value_bytes=per_block)
+    assert model.layout.block_tokens in (32, 48)
+    return model
+
+
+class Pair:
+    """A prefill node's engine, a decode node, and the link between them."""
+
+    def __init__(self, url: str, client: redis.Redis, model: Model, words: Any, path: Path) -> None:
+        self.node = Node(model, words, path)
+        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.node.inbox, 10.0)
+        host, port = self.receiver.address
+        presented = Presented(
+            "decode", "local", state="ready", boot="a", link=f"{host}:{port}", secret=SECRET.hex()
+        )
+        self.presence = Presence(url, presented).start()
+        nodes = Nodes(client)
+        eventually(lambda: nodes.get("decode", "local") is not None, "the node is not published")
+        self.links = Links(nodes, LinkConfig(deadline_seconds=10.0), "m3")
+        parked = Parked(4, 1 << 30, 900.0)
+        self.engine = Engine(model, self.links, 256, parked)
+
+    def prefill(self, job: Job) -> Callable[[], Mapping[str, Any]]:
+        return self.engine.prefill(Execution(job), job, lambda _: False)
+
+    def close(self) -> None:
+        self.links.close()
+        self.presence.stop()
+        self.receiver.close()
+        self.node.close()
+
+
+@pytest.fixture
+def pair(
+    kind: Model, words: Any, tmp_path: Path, redis_url: str, client: redis.Redis
+) -> Iterator[Pair]:
+    made = Pair(redis_url, client, kind, words, tmp_path)
+    yield made
+    made.close()
+
+
+def begun(
+    number: int, *, handoff: Mapping[str, Any] | None = None, ident: str | None = None, **more: Any
+) -> Job:
+    """A first turn: the preamble, and a question of its own."""
+    ids = [*PREAMBLE, *prompt(40, seed=100 + number)]
+    request = asking(5, prompt={"preamble": len(PREAMBLE)})
+    return make_job(ids, ident=ident, handoff=handoff, request=request, **more)
+
+
+def computed(node: Node, job: Job, *, check: bool = True) -> tuple[str, int]:
+    """The path an answer took and the tokens computed for it; it is the oracle's."""
+    finished = node.answer(job)
+    assert finished.result is not None
+    if check:
+        assert node.said(job) == node.oracle(job)
+    return finished.result.path["path"], finished.result.computed_tokens
+
+
+def blocks_within(node: Node, tokens: int) -> int:
+    """How many stored blocks lie within the first `tokens` positions."""
+    store = node.store
+    with store.environment.read() as txn:
+        records = [
+            store.blocks.get(txn, bytes(key))
+            for key in txn.cursor(db=store.environment.blk).iternext(keys=True, values=False)
+        ]
+    return sum(r is not None and r.kind == ROWS and r.stop <= tokens for r in records)
+
+
+def found(node: Node, ids: Sequence[int], owner: str = "") -> int:
+    node.store.serve(
+        node.model.fingerprint,
+        node.model.layout.block_tokens,
+        rows_alone=node.model.layout.rows_alone,
+    )
+    prefix = node.store.longest_prefix(ids, owner)
+    return 0 if prefix is None else prefix.tokens
+
+
+def test_ten_that_come_together_compute_and_store_it_once(pair: Pair) -> None:
+    """All are prefilled before any is decoded: the prefill node goes on from what it has."""
+    node, block = pair.node, pair.node.model.layout.block_tokens
+    jobs = [begun(number) for number in range(CONVERSATIONS)]
+    cut = cut_of(jobs[0], block)
+    assert LONG - block < cut <= LONG
+    assert found(node, jobs[0].prompt_ids) == 0
+    length = jobs[0].prompt_tokens
+    facts = [dict(pair.prefill(job)()) for job in jobs]
+    assert [each["computed_tokens"] for each in facts] == [length - 1, *[length - 1 - cut] * 9]
+    assert [each.get("shared", 0) for each in facts] == [0, *[cut] * 9]
+    for number, (job, told) in enumerate(zip(jobs, facts, strict=True)):
+        again = begun(number, handoff=told, ident=job.id)
+        expected = ("cold", length - (cut if number else 0))
+        assert computed(node, again, check=number in (0, 1, 9)) == expected
+    node.settle()
+    assert blocks_within(node, cut) == cut // block
+    stats = node.store.stats()
+    assert stats["states"] == CONVERSATIONS + 1
+    assert node.store.check().clean
+    # One that comes later is known to the store, and decoded at once.
+    late = begun(77)
+    assert found(node, late.prompt_ids) >= cut
+    assert computed(node, late) == ("restored", length - cut)
+    node.settle()
+    assert blocks_within(node, cut) == cut // block
+
+
+def test_without_a_prefill_node_it_is_kept_as_it_is_computed(pair: Pair) -> None:
+    node = pair.node
+    first = begun(0)
+    found(node, first.prompt_ids)  # says which model is served
+    length, cut = first.prompt_tokens, cut_of(first, node.model.layout.block_tokens)
+    assert computed(node, first) == ("cold", length)
+    eventually(lambda: found(node, begun(1).prompt_ids) == cut, "the preamble is not stored")
+    assert computed(node, begun(1)) == ("restored", length - cut)
+    node.settle()
+    assert blocks_within(node, cut) == cut // node.model.layout.block_tokens
+
+
+def test_other_owners_compute_their_own(pair: Pair) -> None:
+    node = pair.node
+    mine, theirs = begun(0, owner="anna"), begun(1, owner="bert")
+    found(node, mine.prompt_ids)
+    length, cut = mine.prompt_tokens, cut_of(mine, node.model.layout.block_tokens)
+    facts = dict(pair.prefill(mine)())
+    assert dict(pair.prefill(theirs)())["computed_tokens"] == length - 1
+    node.answer(begun(0, owner="anna", handoff=facts, ident=mine.id))
+    node.inbox.discard(theirs.id)
+    eventually(lambda: found(node, mine.prompt_ids, "anna") == cut, "the preamble is not stored")
+    assert found(node, theirs.prompt_ids, "bert") == 0
+    assert computed(node, theirs) == ("cold", length)
+    assert computed(node, begun(2, owner="anna")) == ("restored", length - cut)
+
+
+def test_what_is_not_to_be_stored_leaves_no_preamble(pair: Pair) -> None:
+    node = pair.node
+    request = asking(5, prompt={"preamble": len(PREAMBLE)}, store=False)
+    job = make_job(begun(0).prompt_ids, request=request)
+    found(node, job.prompt_ids)
+    node.run(node.execution(job))
+    node.settle()
+    assert node.store.stats()["objects"] == 0
+
+
+def test_a_preamble_outlives_its_conversations_and_the_process(
+    kind: Model, words: Any, tmp_path: Path
+) -> None:
+    node = Node(kind, words, tmp_path)
+    first = begun(0)
+    found(node, first.prompt_ids)
+    length, cut = first.prompt_tokens, cut_of(first, kind.layout.block_tokens)
+    computed(node, first)
+    node.settle()
+    assert node.store.drop_state(first.id)
+    node.close()
+    again = Node(kind, words, tmp_path)
+    try:
+        assert found(again, begun(1).prompt_ids) == cut
+        assert computed(again, begun(1)) == ("restored", length - cut)
+    finally:
+        again.close()
+
+
+def test_a_damaged_preamble_is_computed_again(pair: Pair) -> None:
+    node = pair.node
+    first = begun(0)
+    found(node, first.prompt_ids)
+    computed(node, first)
+    node.settle()
+    environment = node.store.environment
+
+    def lose(txn: Any) -> None:
+        for key, _ in list(txn.cursor(db=environment.pages)):
+            if bytes(key[:1]) == b"h":
+                txn.delete(bytes(key), db=environment.pages)
+
+    environment.write(lose)
+    job = begun(1)
+    finished = node.answer(job)
+    assert finished.result is not None
+    assert finished.result.path["path"] == "cold"
+    assert "a stored prefix is unusable" in finished.result.path["notes"][0]
+    assert node.said(job) == node.oracle(job)
