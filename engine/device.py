@@ -70,6 +70,15 @@ def prepare() -> Device:
     first process of ours on the machine only: it is one memory.
     Raises `ModelError` when MLX came first on Linux or cannot be imported.
     """
+    return _describe(wire=True)
+
+
+def describe() -> Device:
+    """The same for a process that only looks: the wired limit is left to the workers."""
+    return _describe(wire=False)
+
+
+def _describe(*, wire: bool) -> Device:
     blas = "accelerate"
     if sys.platform == "linux":
         if "mlx.core" in sys.modules:
@@ -84,7 +93,7 @@ def prepare() -> Device:
     if mx.metal.is_available():
         info = mx.device_info()
         memory, working = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
-        wired = own_wired_memory(Path(tempfile.gettempdir()))
+        wired = wire and own_wired_memory(Path(tempfile.gettempdir()))
         if wired:
             mx.set_wired_limit(working)
         return Device(

@@ -36,6 +36,18 @@ def hello(node: str, boot: str = "") -> Hello:
     )
 
 
+def about() -> dict[str, str]:
+    """What this machine runs, for `tandem doctor` to compare with the other; without mlx."""
+    return {
+        "protocol": str(PROTOCOL),
+        "codec": str(FORMAT),
+        "tandem": _version("tandem-serve"),
+        "mlx": _version("mlx"),
+        "mlx_vlm": _version("mlx-vlm"),
+        "system": system(),
+    }
+
+
 def compare(mine: Hello, theirs: Hello) -> None:
     """Raise LinkError, naming both versions, if a difference breaks the wire."""
     for what, name in (("protocol", "link protocol"), ("codec", "state format")):

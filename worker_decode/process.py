@@ -10,13 +10,14 @@ import socket
 import uuid
 from pathlib import Path
 
+from engine import drift
 from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from engine.profile import find, prefill_rate
 from engine.text import load_tokenizer
-from scheduler.config import Config, is_loopback
+from scheduler.config import Config
 from scheduler.decode_loop import DecodeLoop
 from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
@@ -34,6 +35,8 @@ from transport.capability import choose
 from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.receiver import Receiver
+from transport.versions import about
+from worker_decode.doorway import Doorway
 from worker_decode.engine import Engine
 from worker_decode.inbox import Inbox
 from worker_decode.lending import Lending
@@ -93,18 +96,20 @@ def run(config: Config, model_dir: Path) -> int:
             stack.callback(epochs.stop)
         patience = config.link.deadline_seconds / 2
         lending = Lending(model, store, memory, patience, pulse.wake)
-        receiver = Receiver(
-            config.link.host,
-            config.link.port,
-            secret,
-            inbox,
-            config.link.deadline_seconds,
-            node=config.node,
-            epochs=epochs,
-            devices=config.link.devices,
-            lender=lending,
-        )
-        stack.callback(receiver.close)
+
+        def receiver() -> Receiver:
+            return Receiver(
+                config.link.host,
+                config.link.port,
+                secret,
+                inbox,
+                config.link.deadline_seconds,
+                node=config.node,
+                epochs=epochs,
+                devices=config.link.devices,
+                lender=lending,
+            )
+
         clock = Clock()
         jobs = Jobs(connect(config.redis_url, timeout=1.0, patience=0), config.jobs)
         profile = find(model_dir, model.device)
@@ -112,6 +117,8 @@ def run(config: Config, model_dir: Path) -> int:
             "model": config.model_name,
             "decode_rates": profile.decode if profile is not None else [],
             "prefill_rate": prefill_rate(profile),
+            "about": about(),
+            "drift": drift.sample(model),
         }
         engine = Engine(
             config,
@@ -143,14 +150,9 @@ def run(config: Config, model_dir: Path) -> int:
             on_drain=lambda: presence.update(state="draining"),
             clock=clock,
         )
-        host, port = receiver.address
-        if not is_loopback(config.link.host):
-            log.info("the link listens on %s port %d", host, port)
-        presence.update(
-            state="ready",
-            link=f"{host}:{port}",
-            fingerprint=model.fingerprint.hex(),
-        )
+        doorway = Doorway(config.link.host, receiver, lambda at: presence.update(link=at))
+        stack.callback(doorway.close)
+        presence.update(state="ready", fingerprint=model.fingerprint.hex())
         log.info("ready: %s on %s", config.model_name, model.device.name)
         return loop.run()
 

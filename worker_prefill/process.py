@@ -8,6 +8,7 @@ import socket
 import uuid
 from pathlib import Path
 
+from engine import drift
 from engine.device import prepare
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
@@ -24,6 +25,7 @@ from store.codec.header import CodecError
 from transport.capability import choose
 from transport.epochs import Epochs
 from transport.link import Rdma
+from transport.versions import about
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
 from worker_prefill.late import Late, chooser
@@ -94,6 +96,8 @@ def run(config: Config, model_dir: Path) -> int:
                 "device": model.device.kind,
                 "chunk": engine.chunk,
                 "prefill_rate": prefill_rate(find(model_dir, model.device)),
+                "about": about(),
+                "drift": drift.sample(model),
             },
         )
         log.info("ready: %s on %s", config.model_name, model.device.name)

@@ -1,0 +1,82 @@
+"""`tandem doctor`: one line per check, with the finding, the evidence and the cure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from scheduler.config import Config, load
+from scheduler.doctor.finding import Check
+from scheduler.doctor.run import counts, examine
+from scheduler.host import data_dir
+
+_TEXT = """\
+Look at this machine, its peer, Redis and the store, and say what is wrong and how to put it right.
+Changes nothing. Run it on both machines: cables, versions and logits are compared between them.
+
+Exit status 0 where nothing fails, 1 where something does.
+"""
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this machine and its peer",
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
+    parser.add_argument("--model", metavar="NAME", help="another model than the configured one")
+    parser.add_argument("--all", action="store_true", help="show what was skipped, too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine and print; 1 where a check fails."""
+    config = load(args.config, {"data_dir": args.data, "model": args.model})
+    checks = examine(config, model_directory(config))
+    number = counts(checks)
+    if args.json:
+        found = {"checks": [check.to_dict() for check in checks], "ok": not number["fail"]}
+        print(json.dumps(found | {"counts": number}))
+    else:
+        _print(checks, args.all)
+    return 1 if number["fail"] else 0
+
+
+def model_directory(config: Config) -> Path | None:
+    """The directory of the configured model's files where they are here; nothing is fetched."""
+    if config.model_dir is not None:
+        return config.model_dir if config.model_dir.is_dir() else None
+    for path in (Path(config.model).expanduser(), config.models_dir / config.model):
+        if path.is_dir():
+            return path
+    return None
+
+
+def _print(checks: list[Check], everything: bool) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    skipped = [check for check in checks if check.status == "skip"]
+    for check in checks:
+        if check.status == "skip" and not everything:
+            continue
+        line = Text(f"{check.status:<4}", style=_STYLE[check.status])
+        line.append(f"  {check.name:<19} {check.finding}", style="default")
+        if check.evidence:
+            line.append(f"  ({check.evidence})", style="dim")
+        console.print(line)
+        if check.cure:
+            console.print(Text(f"      {'':<19} cure: {check.cure}"))
+    if skipped and not everything:
+        names = ", ".join(check.name for check in skipped)
+        console.print(Text(f"not looked at: {names} (--all says why)", style="dim"))
+    number = counts(checks)
+    console.print(f"{number['ok']} ok, {number['warn']} to improve, {number['fail']} to put right")

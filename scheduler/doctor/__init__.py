@@ -1,0 +1,1 @@
+"""`tandem doctor`: what this machine and its peer are like, judged over samples."""
