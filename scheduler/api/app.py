@@ -82,7 +82,16 @@ def create_app(config: Config) -> FastAPI:
         app.include_router(room.router(backend))
     app.include_router(batches.router(backend, driver.kick))
     _add_health(app, backend)
-    app.mount("/rq", Dashboard(config.redis_url_of("dashboard"), backend.redis))
+    app.mount(
+        "/rq",
+        Dashboard(
+            config.redis_url_of("dashboard"),
+            backend.redis,
+            backend.audit,
+            backend.jobs,
+            cancel=config.api.dashboard == "cancel",
+        ),
+    )
     return app
 
 

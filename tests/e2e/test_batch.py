@@ -9,7 +9,7 @@ from openai import OpenAI
 from stack_kit import Running, solo
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_a_batch_outlives_every_process(stack: Running) -> None:
     client = OpenAI(base_url=f"{stack.config.api_url}/v1", api_key="none", max_retries=4)
     lines = [
