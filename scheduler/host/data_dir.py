@@ -54,6 +54,22 @@ class Claim:
         self.release()
 
 
+def owner(path: Path) -> int | None:
+    """Process id of the Tandem that runs on a data directory, or None where none does."""
+    try:
+        descriptor = os.open(path / "tandem.lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        found = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+        return int(found) if found.isdigit() else None
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def prepare(config: Config) -> None:
     """Create the directories that every process of a stack needs, for this user only.
 

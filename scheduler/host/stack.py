@@ -65,6 +65,9 @@ class Stack:
             base_url=config.api_url, headers=self._headers(), timeout=2, trust_env=False
         )
         self.supervisor = Supervisor(resolved_environment(config), config.jobs.drain_seconds)
+        self.supervisor.log_bytes = config.upkeep.log_mb << 20
+        self.supervisor.log_files = config.upkeep.log_files
+        self.supervisor.own_log = config.data_dir / "logs" / "service.log"
         self._redis = connect(config.redis_url, timeout=2.0, patience=0)
         self._nodes = Nodes(self._redis)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from scheduler.host import lifeline
+from scheduler.host import lifeline, logs
 
 log = logging.getLogger("tandem.supervisor")
 
@@ -31,7 +31,8 @@ CONFIGURATION = 78
 """Exit status (EX_CONFIG of sysexits.h) of a process that a restart would not help."""
 # When and who, before what a worker's log line says.
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [\w.]+ ")
-_MAX_LOG = 16 << 20
+#: Seconds between two looks at the sizes of logs.
+_LOOK_AT_LOGS = 60.0
 _FIRST_DELAY, _LAST_DELAY, _STABLE = 0.5, 30.0, 60.0
 #: Seconds after the drain for a worker to write the states that only its memory holds.
 _SAVING = 70.0
@@ -86,6 +87,11 @@ class Supervisor:
         self.services: list[Service] = []
         self._environment = dict(environment)
         self._drain = drain_seconds
+        self.log_bytes, self.log_files = logs.MAX_BYTES, logs.KEPT
+        self.own_log: Path | None = None
+        self._logs_seen = float("-inf")
+        self.duties: list[Callable[[], None]] = []
+        """Called in every tick of `run`; each must return at once."""
         self._stopping = False
         self._hurried = False
         self._closed = False
@@ -135,7 +141,18 @@ class Supervisor:
     def run(self) -> None:
         """Supervise until a stop is requested."""
         while not self._stopping:
+            for duty in self.duties:
+                duty()
+            self._look_at_logs()
             self.tick(1.0)
+
+    def _look_at_logs(self) -> None:
+        if time.monotonic() - self._logs_seen < _LOOK_AT_LOGS:
+            return
+        self._logs_seen = time.monotonic()
+        for path in (*(service.log_file for service in self.services), self.own_log):
+            if path is not None:
+                logs.turn_over(path, self.log_bytes, self.log_files)
 
     def tick(self, timeout: float) -> None:
         """Restart what died and is due, then wait for a signal or at most `timeout` seconds."""
@@ -178,7 +195,7 @@ class Supervisor:
 
     def _start(self, service: Service) -> None:
         service.log_file.parent.mkdir(parents=True, exist_ok=True)
-        _turn_over(service.log_file)
+        logs.turn_over(service.log_file, self.log_bytes, self.log_files)
         log_fd = os.open(service.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             service.process = subprocess.Popen(
@@ -267,10 +284,3 @@ def _clear(service: Service) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(service.group, signal.SIGKILL)
         service.group = None
-
-
-def _turn_over(log_file: Path) -> None:
-    """Keep one earlier log of a process, so that a log does not grow from start to start."""
-    with contextlib.suppress(FileNotFoundError):
-        if log_file.stat().st_size > _MAX_LOG:
-            os.replace(log_file, log_file.with_name(log_file.name + ".1"))

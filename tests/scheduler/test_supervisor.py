@@ -290,7 +290,7 @@ def test_stopping_from_another_thread(supervisor: Supervisor, tmp_path: Path) ->
 def test_a_long_log_is_turned_over_at_the_next_start(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_LOG", 100)
+    monkeypatch.setattr(supervisor, "log_bytes", 100)
     log_file = tmp_path / "idle.log"
     log_file.write_text("x" * 101)
     supervisor.add(Service("idle", [sys.executable, "-c", IDLE], log_file))
