@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scheduler"))
 from api_kit import make_model_dir
 
 
 def make_tiny_model(
-    path: Path, *, seed: int = 5, family: str = "chatml", context: int = 4096
+    path: Path, *, seed: int = 5, family: str = "chatml", context: int = 4096, **tokens: Any
 ) -> Path:
-    """Write a llama of four layers with a context of `context` tokens; returns `path`."""
+    """Write a llama of four layers with a context of `context` tokens; returns `path`.
+
+    `tokens`: what the tokenizer is made of (see `make_model_dir`).
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_vlm.models.llama.config import ModelConfig
     from mlx_vlm.models.llama.language import LanguageModel
 
-    make_model_dir(path, family, context=context)
+    make_model_dir(path, family, context=context, **tokens)
     file = path / "config.json"
     config = {
         **json.loads(file.read_text()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -94,15 +95,25 @@ _TEXT = [
 ]
 
 
-def make_model_dir(path: Path, family: str = "chatml", *, context: int = 4096) -> Path:
-    """Write a model directory (without weights) with a byte-level tokenizer and one template."""
+def make_model_dir(
+    path: Path,
+    family: str = "chatml",
+    *,
+    context: int = 4096,
+    texts: Sequence[str] = _TEXT,
+    vocab: int = 600,
+) -> Path:
+    """Write a model directory (without weights) with a byte-level tokenizer and one template.
+
+    The tokenizer learns up to `vocab` tokens from `texts`.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
-        _TEXT * 4,
+        [*texts] * 4,
         trainers.BpeTrainer(
-            vocab_size=600,
+            vocab_size=vocab,
             special_tokens=SPECIAL,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,

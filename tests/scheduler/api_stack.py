@@ -226,7 +226,13 @@ class Stack:
     """Everything that a client of the API can meet."""
 
     def __init__(
-        self, redis_url: str, *, context: int = 4096, family: str = "chatml", **sections: Any
+        self,
+        redis_url: str,
+        *,
+        context: int = 4096,
+        family: str = "chatml",
+        model_dir: Path | None = None,
+        **sections: Any,
     ) -> None:
         # Short, because the sockets' paths have to be.
         self.dir = Path(tempfile.mkdtemp(prefix="ta-"))
@@ -234,17 +240,20 @@ class Stack:
             {
                 "data_dir": str(self.dir / "d"),
                 "model": "test-model",
-                "model_dir": str(make_model_dir(self.dir / "m", family, context=context)),
+                "model_dir": str(
+                    model_dir or make_model_dir(self.dir / "m", family, context=context)
+                ),
                 "redis": {"url": redis_url},
                 "jobs": {"abandon_seconds": 0},
                 **sections,
             }
         )
         self.config.runtime_dir.mkdir(mode=0o700, exist_ok=True)
-        self.store = Store.open(self.dir / "store", 256 << 20)
+        self.store = self.open_store()
         self.rpc = serve(self.store, self.config.store_socket)
-        self.tokenizer = Tokenizer.load(self.dir / "m")
-        self.workers = Workers(self.config, self.store, self.tokenizer)
+        assert self.config.model_dir is not None
+        self.tokenizer = Tokenizer.load(self.config.model_dir)
+        self.workers = self.make_workers()
         self.present = [
             Presence(redis_url, Node(role, "local", state="ready"))  # type: ignore[arg-type]  # role
             for role in ("prefill", "decode")
@@ -252,6 +261,14 @@ class Stack:
         self.server: uvicorn.Server
         self.thread: threading.Thread
         self.port = 0
+
+    def open_store(self) -> Store:
+        """The store that this process owns."""
+        return Store.open(self.dir / "store", 256 << 20)
+
+    def make_workers(self) -> Workers:
+        """The workers; another kind in a subclass."""
+        return Workers(self.config, self.store, self.tokenizer)
 
     @property
     def url(self) -> str:
