@@ -27,6 +27,7 @@ from scheduler.audit import Action
 from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse
 from scheduler.ledger.arrival import arrived
 from scheduler.ledger.clock import GOOD
+from scheduler.ledger.clock import GOOD
 from scheduler.ledger.notes import Notes
 from scheduler.record import (
     Accepted,
