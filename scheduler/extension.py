@@ -76,6 +76,20 @@ def choose(mode: Extend, costs: Costs) -> dict[str, Any]:
     return {"extend": nearer, "reason": f"{here:.3g} s at decode, {there:.3g} s there", **numbers}
 
 
+def worth_resuming(costs: Costs, local_tokens: int) -> bool:
+    """Whether a stored beginning is gone on from at the decode node, rather than the whole prompt
+    computed at the prefill node.
+
+    Where a rate is not known: if at most `local_tokens` are new, or a quarter of the prompt.
+    """
+    rates = (costs.decode_rate, costs.prefill_rate, costs.link_rate, costs.per_token)
+    whole = costs.held + costs.new
+    if costs.new <= local_tokens or min(rates) <= 0:
+        return costs.new <= max(local_tokens, whole // 4)
+    moved = (costs.fixed + costs.per_token * whole) / costs.link_rate
+    return costs.decode_seconds <= costs.wait + moved + whole / costs.prefill_rate
+
+
 def parse(value: object) -> Extend:
     """A mode from a request's metadata. Raises ValueError that names those there are."""
     if value not in get_args(Extend):

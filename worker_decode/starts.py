@@ -45,6 +45,8 @@ class Start:
     stored: int = 0
     notes: list[str] = field(default_factory=list)
     held: Held | None = None
+    after: int = 0
+    """The offset of positions after the prompt; `rope_delta` is the one of this state."""
     lent: int = 0
     """Tokens that the prefill node was lent, or had of another prompt, where it made this state."""
     cut: int = 0
@@ -188,7 +190,7 @@ class Starts:
 
     def _cut(self, start: Start, job: Job) -> None:
         """Let the forwards to come end at the end of a preamble, if it lies before them."""
-        cut, held = cut_of(job, self._model.layout.block_tokens), len(start.ids)
+        cut, held = cut_of(job, self._model.layout), len(start.ids)
         if cut <= held:
             return
         if not start.lengths:

@@ -129,7 +129,7 @@ class Engine:
             return _failing(error)
         run, schedule = begun.run, begun.schedule
         layout = self._model.layout
-        cut = cut_of(job, layout.block_tokens)
+        cut = cut_of(job, layout)
         first = begun.known - begun.known % layout.block_tokens
         late = self._late if stay is not None and not begun.rope_delta else None
         reach = stop if late is None else late.reach(job)
@@ -243,7 +243,7 @@ class Engine:
         Raises LinkError, CodecError where a state that is there could not be had.
         """
         ids = job.prompt_ids
-        cuts = (cut_of(job, self._model.layout.block_tokens),)
+        cuts = (cut_of(job, self._model.layout),)
         kept = self._parked.take(ids, job.owner)
         known = self._lent.pop(job.id, 0)
         if kept is None:

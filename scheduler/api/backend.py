@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from scheduler import events
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, unavailable
+from scheduler.api.preamble import Preambles
 from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Backend:
         self.config = config
         self.model_dir: Path = config.model_dir
         self.tokenizer = Tokenizer.load(self.model_dir)
+        self.preambles = Preambles(self.tokenizer)
         self.redis = connect(config.redis_url_of("api"), patience=PATIENCE)
         self.jobs = Jobs(self.redis, config.jobs)
         self.nodes = Nodes(self.redis)

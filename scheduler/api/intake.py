@@ -24,9 +24,8 @@ from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
 from scheduler.api.weave import Answer
 from scheduler.audit import Action
-from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse
+from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse, worth_resuming
 from scheduler.ledger.arrival import arrived
-from scheduler.ledger.clock import GOOD
 from scheduler.ledger.clock import GOOD
 from scheduler.ledger.notes import Notes
 from scheduler.record import (
@@ -39,6 +38,7 @@ from scheduler.record import (
     QueueFull,
     response_id,
 )
+from store.errors import StoreError
 
 _PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
@@ -204,6 +204,17 @@ def _job(
     node = backend.decode_node()
     # The state of a turn that is continued lies on its decode node.
     route = _route(backend, body, node, held, tokens - held) if held else {}
+    preamble = 0
+    if not held:
+        held, route = _stored(backend, body, node, prompt.ids)
+        if not held:
+            preamble = backend.preambles.tokens(
+                prompt.ids,
+                [*(lineage.parent.items if lineage.parent else lineage.seed), *lineage.items],
+                instructions=body.instructions,
+                tools=shaping.tools,
+                options=shaping.options,
+            )
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),
@@ -232,7 +243,11 @@ def _job(
             "options": shaping.options,
             "params": params,
             "store": body.store is not False,
-            "prompt": {"rebased": prompt.rebased, "shared": prompt.shared},
+            "prompt": {
+                "rebased": prompt.rebased,
+                "shared": prompt.shared,
+                "preamble": preamble,
+            },
         },
         "prompt_ids": prompt.ids,
         "conversation": lineage.conversation,
@@ -266,6 +281,30 @@ def _route(
                 backend.jobs, backend.present(), node, held, new, owner_of(body), priority
             )
     return choose(mode, costs)
+
+
+def _stored(
+    backend: Backend, body: ResponseRequest, node: str, ids: list[int]
+) -> tuple[int, dict[str, Any]]:
+    """Tokens of the longest beginning that this owner has stored, if it is worth going on from,
+    and the route; nothing where the store cannot be asked: the prompt is computed then."""
+    owner = owner_of(body)
+    try:
+        with backend.store() as store:
+            held = store.longest_prefix(ids, owner)
+    except (Fault, StoreError):
+        return 0, {}
+    if not held:
+        return 0, {}
+    costs, local = Costs(held, len(ids) - held), backend.config.decode.local_prefill_tokens
+    if costs.new > local:
+        priority = _PRIORITIES.get(body.service_tier or "", "normal")
+        with contextlib.suppress(RedisError):
+            nodes = backend.present()
+            costs = measure(backend.jobs, nodes, node, held, costs.new, owner, priority)
+    if not worth_resuming(costs, local):
+        return 0, {}
+    return held, {"extend": "decode", "reason": f"{held} tokens of the prompt are stored"}
 
 
 def _submit(backend: Backend, job: NewJob) -> Accepted:

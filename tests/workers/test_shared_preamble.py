@@ -123,7 +123,7 @@ def test_ten_that_come_together_compute_and_store_it_once(pair: Pair) -> None:
     """All are prefilled before any is decoded: the prefill node goes on from what it has."""
     node, block = pair.node, pair.node.model.layout.block_tokens
     jobs = [begun(number) for number in range(CONVERSATIONS)]
-    cut = cut_of(jobs[0], block)
+    cut = cut_of(jobs[0], node.model.layout)
     assert LONG - block < cut <= LONG
     assert found(node, jobs[0].prompt_ids) == 0
     length = jobs[0].prompt_tokens
@@ -151,7 +151,7 @@ def test_without_a_prefill_node_it_is_kept_as_it_is_computed(pair: Pair) -> None
     node = pair.node
     first = begun(0)
     found(node, first.prompt_ids)  # says which model is served
-    length, cut = first.prompt_tokens, cut_of(first, node.model.layout.block_tokens)
+    length, cut = first.prompt_tokens, cut_of(first, node.model.layout)
     assert computed(node, first) == ("cold", length)
     eventually(lambda: found(node, begun(1).prompt_ids) == cut, "the preamble is not stored")
     assert computed(node, begun(1)) == ("restored", length - cut)
@@ -163,7 +163,7 @@ def test_other_owners_compute_their_own(pair: Pair) -> None:
     node = pair.node
     mine, theirs = begun(0, owner="anna"), begun(1, owner="bert")
     found(node, mine.prompt_ids)
-    length, cut = mine.prompt_tokens, cut_of(mine, node.model.layout.block_tokens)
+    length, cut = mine.prompt_tokens, cut_of(mine, node.model.layout)
     facts = dict(pair.prefill(mine)())
     assert dict(pair.prefill(theirs)())["computed_tokens"] == length - 1
     node.answer(begun(0, owner="anna", handoff=facts, ident=mine.id))
@@ -190,7 +190,7 @@ def test_a_preamble_outlives_its_conversations_and_the_process(
     node = Node(kind, words, tmp_path)
     first = begun(0)
     found(node, first.prompt_ids)
-    length, cut = first.prompt_tokens, cut_of(first, kind.layout.block_tokens)
+    length, cut = first.prompt_tokens, cut_of(first, kind.layout)
     computed(node, first)
     node.settle()
     assert node.store.drop_state(first.id)

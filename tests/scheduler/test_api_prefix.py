@@ -1,0 +1,125 @@
+"""A prompt whose beginning is stored goes where that is; how much of one is a preamble."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_kit import FAMILIES, make_model_dir
+from api_stack import Stack
+
+from scheduler.api.preamble import LEAST_TOKENS, Preambles
+from scheduler.api.prompt import build
+from scheduler.api.tokenizer import Tokenizer
+from scheduler.extension import Costs, worth_resuming
+from scheduler.jobs import Jobs
+from scheduler.record import Job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
+from made_states import MODEL, make_state
+
+SYSTEM = "You answer questions about trains in full sentences. " * 12
+TOOL = {"type": "function", "name": "look", "description": "Look a train up. " * 20}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_preamble_ends_where_the_users_words_begin(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = Tokenizer.load(make_model_dir(tmp_path_factory.mktemp("p") / "m", family))
+    preambles = Preambles(tokenizer)
+    prompts = [
+        build(tokenizer, [user(text)], instructions=SYSTEM).ids
+        for text in ("When does it leave?", "Why?", "Which one: 7 or 9?")
+    ]
+    counts = [preambles.tokens(ids, [user("?")], instructions=SYSTEM) for ids in prompts]
+    assert len(set(counts)) == 1
+    assert counts[0] > LEAST_TOKENS
+    head = tokenizer.decode(prompts[0][: counts[0]])
+    assert SYSTEM.strip() in head
+    assert "leave" not in head
+    assert len({tuple(ids[: counts[0]]) for ids in prompts}) == 1
+    # The same words as a message of the system, and as the developer's.
+    for role in ("system", "developer"):
+        items = [{"type": "message", "role": role, "content": SYSTEM}, user("Why?")]
+        assert preambles.tokens(build(tokenizer, items).ids, items) == counts[0]
+
+
+def test_short_or_none_is_none(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = Tokenizer.load(make_model_dir(tmp_path_factory.mktemp("p") / "m"))
+    preambles = Preambles(tokenizer)
+    ids = build(tokenizer, [user("Why?")], instructions="Be brief.").ids
+    assert preambles.tokens(ids, [user("Why?")], instructions="Be brief.") == 0
+    assert preambles.tokens(ids, [user("Why?")]) == 0
+    # A prompt that was rendered otherwise shares only what it shares.
+    assert preambles.tokens([5, 6, 7], [user("Why?")], instructions=SYSTEM) == 0
+
+
+def test_tools_belong_to_the_preamble(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = Tokenizer.load(make_model_dir(tmp_path_factory.mktemp("p") / "m", "tools"))
+    ids = build(tokenizer, [user("Why?")], tools=[TOOL]).ids
+    count = Preambles(tokenizer).tokens(ids, [user("Why?")], tools=[TOOL])
+    head = tokenizer.decode(ids[:count])
+    assert "Look a train up." in head
+    assert "Why?" not in head
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        (Costs(100, 50), True),
+        (Costs(30_000, 5_000), True),
+        (Costs(3_000, 30_000), False),
+        (Costs(3_000, 30_000, 1000, 5000, 1e9, 0, 1e8, 11_000), False),
+        (Costs(90_000, 10_000, 1000, 5000, 1e9, 0, 1e8, 11_000), True),
+        (Costs(3_000, 10_000, 1000, 5000, 1e9, 60.0, 1e8, 11_000), True),
+    ],
+)
+def test_a_stored_beginning_is_used_where_that_is_sooner(costs: Costs, expected: bool) -> None:
+    assert worth_resuming(costs, 2048) is expected
+
+
+# --- over HTTP ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stack(redis_url: str) -> Iterator[Stack]:
+    with Stack(redis_url) as running:
+        running.store.serve(MODEL, 16)
+        running.workers.may_prefill.clear()
+        running.workers.may_decode.clear()
+        yield running
+
+
+def submit(stack: Stack, text: str, **more: Any) -> Job:
+    body = {"model": "default", "input": text, "instructions": SYSTEM, "background": True, **more}
+    answer = httpx.post(f"{stack.url}/v1/responses", json=body)
+    assert answer.status_code in (200, 202), answer.text
+    return Jobs(stack.workers.runs.client).get(answer.json()["id"], prompt=True)
+
+
+def test_a_stored_beginning_decides_where_a_job_goes(stack: Stack) -> None:
+    first = submit(stack, "When does it leave?", user="anna")
+    assert (first.stage, first.held_tokens) == ("prefill", 0)
+    told = first.request["prompt"]["preamble"]
+    cut = told - told % 16
+    assert LEAST_TOKENS < told < first.prompt_tokens
+    ids = first.prompt_ids[:cut]
+    stack.store.save_prefix(first.owner, ids, *make_state(ids))
+    second = submit(stack, "Why?", user="anna")
+    assert (second.stage, second.held_tokens) == ("decode", cut)
+    assert second.route == {"extend": "decode", "reason": f"{cut} tokens of the prompt are stored"}
+    other = submit(stack, "Why?", user="bert")
+    assert other.owner != second.owner
+    assert (other.stage, other.held_tokens) == ("prefill", 0)
+    stack.rpc.close()
+    third = submit(stack, "Where?", user="anna", store=True)
+    assert (third.stage, third.held_tokens) == ("prefill", 0), "the store is away"
