@@ -139,8 +139,12 @@ class Batch:
     def _extend(self, row: Active) -> None:
         length = row.chunks.pop()
         assert row.caches is not None, "a row is extended before it joins"
-        tokens = mx.array([row.pending[:length]], dtype=mx.int32)
-        self.model.forward(tokens, row.caches, [row.rope_delta], logits=False)
+        tokens = self.model.tokens(row.pending[:length])
+        arguments = None
+        if row.embedded is not None:
+            start = len(row.ids)
+            arguments = row.embedded.arguments(start, start + length)
+        self.model.forward(tokens, row.caches, [row.rope_delta], logits=False, arguments=arguments)
         evaluate(row.caches)
         row.fed(length)
         if row.reached is not None and len(row.ids) == row.cut:

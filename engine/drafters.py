@@ -18,6 +18,7 @@ from mlx_vlm.speculative.drafters.mtp_base import AutoregressiveMTPDraftModel
 from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
 
 from engine.errors import ModelError
+from engine.names import SEEN
 
 if TYPE_CHECKING:
     from engine.model import Caches, Model
@@ -225,7 +226,8 @@ class ModelDrafter:
         from engine.prefill import Prefill
 
         most = min(DRAFT_CONTEXT, self._draft.context_length // 2)
-        self._caches = Prefill(self._draft, [*ids[-most:], pending]).run()
+        read = [token for token in ids[-most:] if token < SEEN]  # it sees no images
+        self._caches = Prefill(self._draft, [*read, pending]).run()
         self._behind = [pending]
 
     def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:

@@ -25,15 +25,25 @@ class Embedded:
 
     `inputs` is (1, tokens, width). `aligned` are arrays with one entry per token, `visual` lists of
     arrays with one row per image token (added inside the layers, "deepstack"). `rope_delta` is the
-    offset of all positions after the prompt: an image takes fewer positions than tokens.
+    offset of all positions after the prompt, `before` the one before its first token: an image
+    takes fewer positions than tokens.
     """
 
     start: int
     inputs: mx.array
     rope_delta: int = 0
+    before: int = 0
     aligned: dict[str, mx.array] = field(default_factory=dict)
     visual: list[mx.array] = field(default_factory=list)
     is_visual: np.ndarray[Any, Any] | None = None
+
+    def offset(self, position: int) -> int:
+        """The offset of all positions from `position` on, as far as this prompt goes."""
+        places = self.aligned.get("position_ids")
+        if places is None or position <= self.start:
+            return self.before if position <= self.start else self.rope_delta
+        count = min(position - self.start, places.shape[-1])
+        return int(np.array(places[..., :count]).max()) + 1 - (self.start + count)
 
     def arguments(self, start: int, stop: int) -> dict[str, Any]:
         """The language model's keyword arguments for tokens [start, stop) of the conversation."""
@@ -67,8 +77,8 @@ def embed(
     if make is None:
         raise ModelError(f"{model.model_type} takes no images; send text only")
     model.check_ids(ids)
-    _check_count(model, ids[start:], media)
-    tokens = mx.array([list(ids[start:])], dtype=mx.int32)
+    tokens = model.tokens(ids[start:])
+    _check_count(model, tokens, media)
     try:
         features: Any = make(tokens, **{"mask": mx.ones_like(tokens), **media})
     except (ValueError, TypeError, IndexError) as error:
@@ -80,7 +90,7 @@ def embed(
         for name, value in features.to_dict().items()
         if value is not None and name not in ("inputs_embeds", "attention_mask")
     }
-    found = Embedded(start, features.inputs_embeds, rope_delta)
+    found = Embedded(start, features.inputs_embeds, rope_delta, rope_delta)
     deltas = parts.pop("rope_deltas", None)
     if deltas is not None:
         found.rope_delta += int(np.array(deltas).reshape(-1)[0])
@@ -102,7 +112,7 @@ def embed(
     return found
 
 
-def _check_count(model: Model, ids: Sequence[int], media: Mapping[str, mx.array]) -> None:
+def _check_count(model: Model, tokens: mx.array, media: Mapping[str, mx.array]) -> None:
     """Refuse another number of image tokens than the grids have; some models drop the rest."""
     grids = media.get("image_grid_thw")
     whole: Any = model.model
@@ -111,7 +121,7 @@ def _check_count(model: Model, ids: Sequence[int], media: Mapping[str, mx.array]
     if grids is None or token is None or merge is None:
         return
     expected = int(np.array(grids).prod(axis=-1).sum()) // merge**2
-    found = sum(each == token for each in ids)
+    found = int(np.sum(np.array(tokens) == token))
     if found != expected:
         raise ModelError(
             f"the images do not fit the prompt ({found} image tokens, {expected} features); expand "

@@ -22,6 +22,7 @@ from engine import corrections, library
 from engine.device import Device
 from engine.errors import ModelError
 from engine.memory import fits
+from engine.names import SEEN
 from engine.probe import Batching, probe, remembered
 from engine.profile import find
 from store.codec.classes import is_transient
@@ -81,6 +82,7 @@ class Model:
         self.merge_from = profile.merge_from if profile else 2
         self.compiled = profile.compiled if profile else {}
         self.mrope = hasattr(self.lm, "_rope_deltas")
+        self.image_token = _image_token(model, config)
         self._fingerprint = fingerprint
         self._make_cache: Callable[[Any], Caches] = make_cache or make_prompt_cache
         self._skip_logits = "skip_logits" in inspect.signature(type(self.lm).__call__).parameters
@@ -153,10 +155,17 @@ class Model:
 
         return remembered(self, "verifying_rows", lambda: probe_verify(self, 2))
 
+    def tokens(self, ids: Sequence[int]) -> mx.array:
+        """`ids` as the model takes them (1, tokens; int32): parts of images are its image token."""
+        image = self.image_token or 0
+        return mx.array([[image if token >= SEEN else token for token in ids]], dtype=mx.int32)
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside the vocabulary: MLX would read beyond the table."""
         for token in ids:
             if not 0 <= token < self.vocab_size:
+                if token >= SEEN and self.image_token is not None:
+                    continue
                 raise ModelError(
                     f"token id {token} is outside the vocabulary of {self.vocab_size}; "
                     "tokenise the prompt with this model's tokenizer"
@@ -277,6 +286,18 @@ def _leaves(model: Module) -> list[tuple[str, mx.array]]:
     flat: Callable[[Any], Any] = tree_flatten
     parameters: Callable[[], Any] = model.parameters
     return [(name, leaf) for name, leaf in flat(parameters()) if isinstance(leaf, mx.array)]
+
+
+def _image_token(model: Module, config: dict[str, Any]) -> int | None:
+    """The token at the places of images, None for a model that takes none."""
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "language_model"):
+        return None
+    whole = getattr(model, "config", None)
+    for name in ("image_token_id", "image_token_index"):
+        for value in (config.get(name), getattr(whole, name, None)):
+            if isinstance(value, int):
+                return value
+    return None
 
 
 def _eos_ids(path: Path, config: dict[str, Any], text: dict[str, Any]) -> frozenset[int]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import mlx.core as mx
-
 from engine.errors import ModelError
 from engine.images import Embedded
 from engine.memory import fit_chunk
 from engine.model import Caches, Model, evaluate
+from engine.names import SEEN
 from store.codec.twin import twin
 
 # Some models (glm5_next) compute forwards of up to 8 tokens by another path than longer ones, with
@@ -171,12 +170,14 @@ class Prefill:
         if not self._left:
             raise StopIteration
         start = self.position
+        if self._embedded is None and any(token >= SEEN for token in self.ids[start:]):
+            raise ModelError("the images of the prompt are not here; send them again")
         if self._bounded:
             size = fit_chunk(self.model, self._left[-1], start)
             if size < self._left[-1]:
                 self.replan(size)
         length = self._left.pop()
-        tokens = mx.array([self.ids[start : start + length]], dtype=mx.int32)
+        tokens = self.model.tokens(self.ids[start : start + length])
         arguments = None
         if self._embedded is not None:
             arguments = self._embedded.arguments(start, start + length)

@@ -11,7 +11,9 @@ import mlx.core as mx
 
 from engine.errors import ModelError
 from engine.grammar import Grammar
+from engine.images import Embedded
 from engine.model import Caches, Model
+from engine.names import SEEN
 from engine.prefill import append_schedule, expand_schedule, plan
 from engine.sampling import SamplingParams, Top, sample, top_tokens
 from engine.text import TextStream
@@ -33,7 +35,8 @@ class Row:
     the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
     make a state again exactly as it was made. `grammar` says which tokens may come. `reached` is
     called with the caches, the tokens in them and their schedule once they hold `cut` tokens, if
-    one of the forwards ends there; it may copy them.
+    one of the forwards ends there; it may copy them. `embedded` has the features of the images
+    among the pending tokens; `rope_delta` is then the one after them.
     """
 
     caches: Caches
@@ -47,6 +50,7 @@ class Row:
     text: TextStream | None = None
     lengths: Sequence[int] = ()
     grammar: Grammar | None = None
+    embedded: Embedded | None = None
     cut: int = 0
     reached: Callable[[Caches, list[int], list[list[int]]], None] | None = None
 
@@ -57,6 +61,8 @@ class Row:
         model.check_ids(self.ids)
         model.check_ids(self.pending)
         model.check_ids(self.emitted)
+        if self.embedded is None and any(token >= SEEN for token in self.pending):
+            raise ModelError("the images of the prompt are not here; send them again")
         said = list(self.said)
         if said and [*self.ids[len(self.ids) - len(said) + 1 :], *self.pending] != said:
             raise ValueError("the state does not end with what the answer has said")
@@ -116,7 +122,8 @@ class Active:
         self.forced.reverse()
         self.grammar = row.grammar
         self.cut, self.reached = row.cut, row.reached
-        self.rope_delta = row.rope_delta
+        self.embedded = row.embedded
+        self.rope_delta = row.rope_delta if row.embedded is None else row.embedded.rope_delta
         self.schedule: list[list[int]] = []
         for length in expand_schedule(row.schedule):
             append_schedule(self.schedule, length)
@@ -168,7 +175,9 @@ class Active:
         row with a grammar knows its mask only once the tokens before are accepted, not `ahead`.
         """
         params = self.params
-        seen = [*self.ids, self.pending[0], *ahead] if params.repetition_penalty != 1 else ()
+        seen: list[int] = []
+        if params.repetition_penalty != 1:
+            seen = [token for token in (*self.ids, self.pending[0], *ahead) if token < SEEN]
         generated = self._generated
         if ahead:
             generated = generated + Counter(ahead)

@@ -8,6 +8,7 @@ not quality, and not much time: rounds that are slower than plain steps are give
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from mlx_vlm.speculative.common import verify_forward
 
 from engine.drafters import Drafter
 from engine.merged import NotMergeableError, merge
+from engine.names import SEEN
 from engine.probe import TOLERANCE, Batching, largest, probe_tokens, token_ids
 from engine.rows import Active, line_of
 
@@ -184,7 +186,8 @@ class Speculation:
             except Exception as error:  # whatever a drafter raises concerns no answer
                 self._give_up(error)
                 return [[] for _ in rows]
-            drafts[i] = found[:count]
+            # What stands in a prompt for an image is nothing that a model says.
+            drafts[i] = list(itertools.takewhile(lambda token: token < SEEN, found[:count]))
         return drafts
 
     def settle(

@@ -89,6 +89,13 @@ class ApiConfig(Section):
     dashboard: Literal["read-only", "cancel"] = Field(
         "read-only", description="cancel: its Delete button cancels a job"
     )
+    max_images: Annotated[int, Field(ge=0, le=1000)] = Field(16, description="in one request")
+    max_images_mb: Annotated[int, Field(ge=1, le=1024)] = Field(
+        16, description="all images of one request together"
+    )
+    fetch_images: bool = Field(
+        False, description="fetch images that a request names by URL, from public addresses"
+    )
     aliases: tuple[str, ...] = Field(
         (), description="names, or patterns such as gpt-*, that stand for the served model as well"
     )

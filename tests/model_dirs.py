@@ -44,3 +44,71 @@ def make_tiny_model(
     }
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     return path
+
+
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_image_model(path: Path, *, seed: int = 5, context: int = 4096) -> Path:
+    """Write a qwen2_vl of random weights: images are patches of 4 by 4, 2 by 2 of them a token."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_vlm.models.qwen2_vl import Model
+    from mlx_vlm.models.qwen2_vl.config import ModelConfig, TextConfig, VisionConfig
+    from transformers import AutoTokenizer
+
+    make_model_dir(path, "chatml", context=context)
+    tokenizer = AutoTokenizer.from_pretrained(str(path))
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = IMAGE_TEMPLATE
+    tokenizer.save_pretrained(str(path))
+    start, _, image, video = (tokenizer.convert_tokens_to_ids(mark) for mark in marks)
+    file = path / "config.json"
+    vision = {
+        "model_type": "qwen2_vl", "depth": 2, "num_heads": 4, "embed_dim": 64, "hidden_size": 64,
+        "patch_size": 4, "spatial_patch_size": 4, "in_channels": 3, "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }  # fmt: skip
+    config = {
+        **json.loads(file.read_text()),
+        "model_type": "qwen2_vl",
+        "vocab_size": len(tokenizer),
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_config": vision,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    file.write_text(json.dumps(config))
+    sizes = {"shortest_edge": 64, "longest_edge": 4096}
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2,
+        "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 4096, "size": sizes,
+    }  # fmt: skip
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    whole = ModelConfig.from_dict(config)
+    whole.text_config = TextConfig.from_dict(config)
+    whole.vision_config = VisionConfig.from_dict(vision)
+    mx.random.seed(seed)
+    weights = {
+        name: 1 + mx.zeros(leaf.shape)
+        if "norm" in name and name.endswith("weight")
+        else 0.25 * mx.random.normal(leaf.shape)
+        for name, leaf in tree_flatten(Model(whole).parameters())
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    return path

@@ -33,6 +33,7 @@ from worker_decode.inbox import Inbox
 from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
+from worker_decode.pictures import Pictures
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Start, Starts
@@ -101,6 +102,7 @@ class Engine:
         self._loop = Loop()
         self._watches: dict[int, Watch] = {}
         self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
+        self._pictures = Pictures(model, self._past)
         self._answers: dict[int, Answer] = {}
         self._saver = Saver(store, self._note_saved)
         self._saving: set[str] = set()
@@ -134,6 +136,7 @@ class Engine:
             params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)
             reader = Reader(job, self._tokenizer, params.stop)
             held, ids = len(start.ids), [*job.prompt_ids, *emitted]
+            seen = self._pictures.seen(job, held, start.rope_delta)
             said = max(0, held - job.prompt_tokens + 1)  # of the answer, with the pending token
             row = Row(
                 caches=start.caches,
@@ -146,11 +149,13 @@ class Engine:
                 rope_delta=start.rope_delta,
                 text=reader.stream(),
                 lengths=start.lengths,
+                embedded=seen,
                 grammar=self._grammar(job, reader, execution),
                 cut=start.cut,
                 reached=partial(self._share_computed, job, start),
             )
             uid = self._batch.add(row)
+            start.after = start.rope_delta if seen is None else seen.rope_delta
         except (ModelError, ValueError) as error:
             self._starts.give_back(start)
             raise JobError(str(error)) from error
@@ -316,6 +321,14 @@ class Engine:
         with charge(execution.notes.meter):
             return grammar(job, reader, self._vocabulary)
 
+    def _past(self, job: Job) -> list[dict[str, Any]]:
+        """The items of the turns before a job's own."""
+        try:
+            turns = self._store.path(job.previous) if job.previous else []
+        except StoreError as error:
+            raise ModelError(f"the images of earlier turns cannot be read: {error}") from error
+        return [item for turn in turns for item in turn.items]
+
     def _vocabulary(self) -> Vocabulary:
         """The tokenizer as grammars see it, made when the first one is asked for."""
         if self._words is None:
@@ -335,7 +348,7 @@ class Engine:
                 ids=event.ids,
                 pending=event.pending,
                 schedule=event.schedule,
-                rope_delta=start.rope_delta,
+                rope_delta=start.after,
                 nbytes=nbytes_of(event.caches),
                 stored=start.stored,
                 base=start.base,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.names import SEEN
 from engine.parts import Part, Parts
 from engine.rows import Event
 from engine.text import REPLACEMENT, TextStream
@@ -57,7 +58,8 @@ class Reader:
         return [_piece(part) for part in found]
 
     def _ends_with(self, ids: Sequence[int], mark: str) -> bool:
-        tail = self._tokenizer.decode(list(ids[-_TAIL:]), skip_special_tokens=False)
+        last = [token for token in ids[-_TAIL:] if token < SEEN]
+        tail = self._tokenizer.decode(last, skip_special_tokens=False)
         return str(tail).rstrip().endswith(mark)
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from engine.model import Caches, Model
+from engine.names import SEEN
 from engine.prefill import append_schedule, ends_of
 from store.codec.chain import Chain
 from store.codec.header import CodecError, Header, Piece, root
@@ -71,6 +72,8 @@ def load_rows(
     ended there. Raises CodecError where the rows do not tell their forwards."""
     if reader.objects:
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
+    if model.mrope and any(token >= SEEN for token in ids[:tokens]):
+        raise CodecError("rows with images do not say where their positions stand: recompute them")
     importer = _importer(model, ids)
     ends: list[int] = []
 

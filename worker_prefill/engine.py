@@ -22,6 +22,7 @@ from scheduler.staying import Staying
 from store.codec.header import CodecError, Piece
 from store.codec.pack import Exporter
 from transport.errors import LinkError
+from worker_decode.pictures import Pictures
 from worker_decode.preamble import cut_of
 from worker_decode.states import restore
 from worker_prefill.handoff import Handoff, Links
@@ -72,6 +73,7 @@ class Engine:
         self._working = nullcontext if pulse is None else pulse.working
         self._parked = Parked(0, 0, 0.0) if parked is None else parked
         self._lent: dict[str, int] = {}
+        self._pictures = Pictures(model)
         self.chunk = chunk or model.chunk
         small = small_chunk or (SMALL_CHUNK if model.device.kind == "metal" else self.chunk)
         self.small_chunk = min(max(small, MIN_CHUNK), self.chunk)
@@ -123,15 +125,18 @@ class Engine:
         try:
             with notes.stage("begin") as facts:
                 begun = self._begin(execution, job)
-                facts.update(tokens=begun.run.position)
-        except (LinkError, CodecError) as error:
+                run = self._pictures.show(begun.run, job)
+                if run is not begun.run:
+                    begun = _Begun(run)
+                facts.update(tokens=run.position)
+        except (LinkError, CodecError, ModelError) as error:
             log.warning("%s is left to its decode node: %s", job.id, error)
             return _failing(error)
-        run, schedule = begun.run, begun.schedule
+        schedule = begun.schedule
         layout = self._model.layout
         cut = cut_of(job, layout)
         first = begun.known - begun.known % layout.block_tokens
-        late = self._late if stay is not None and not begun.rope_delta else None
+        late = self._late if stay is not None and not run.rope_delta else None
         reach = stop if late is None else late.reach(job)
         with notes.stage("offer"):
             handoff = self._links.begin(
@@ -196,6 +201,8 @@ class Engine:
                 extra = {"schedule": live.schedule, "rope_delta": 0}
             caches = run.caches if live is None else live.caches
             held = stop if live is None else len(live.ids)
+            if live is None:
+                extra["rope_delta"] = run.rope_delta
             ends = ends_of(extra["schedule"])
             with notes.stage("pack"):
                 handoff.send(exporter.rows(caches, held, last=True, ends=ends))
@@ -250,7 +257,7 @@ class Engine:
             lent = self._borrow(execution, job, ids) if job.extends else None
             return lent or _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts))
         log.info("going on from token %d of %d", kept.position, len(ids))
-        delta = kept.rope_delta
+        delta = kept.offset
         run = Prefill(
             self._model, ids, kept.position, kept.caches, self.chunk, rope_delta=delta, cuts=cuts
         )

@@ -16,6 +16,7 @@ from scheduler import events
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, unavailable
 from scheduler.api.preamble import Preambles
+from scheduler.api.pictures import Pictures
 from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ class Backend:
         self.model_dir: Path = config.model_dir
         self.tokenizer = Tokenizer.load(self.model_dir)
         self.preambles = Preambles(self.tokenizer)
+        self.pictures = Pictures(self.model_dir, config.api)
         self.redis = connect(config.redis_url_of("api"), patience=PATIENCE)
         self.jobs = Jobs(self.redis, config.jobs)
         self.nodes = Nodes(self.redis)
@@ -67,6 +69,7 @@ class Backend:
         await self.hub.stop()
         await self.async_redis.aclose()
         self._store.close()
+        self.pictures.close()
         self.redis.close()
         self.audit.close()
 

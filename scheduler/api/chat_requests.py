@@ -20,12 +20,20 @@ from scheduler.api.schema import (
 )
 
 
+class ImageUrl(Shape):
+    """Where an image is, or its data."""
+
+    url: Text | None = None
+    detail: Name | None = None
+
+
 class ChatPart(Shape):
     """A part of a message's content."""
 
     type: Literal["text", "refusal", "image_url", "input_audio", "file"]
     text: Text | None = None
     refusal: Text | None = None
+    image_url: ImageUrl | None = None
 
 
 def _kind_of_content(value: Any) -> str:
@@ -189,17 +197,27 @@ def _format(wanted: ResponseFormat) -> dict[str, Any]:
     return {"type": "json_schema", **wanted.json_schema.model_dump(by_alias=True)}
 
 
+def _part(part: ChatPart) -> dict[str, Any]:
+    if part.type != "image_url":
+        return {"type": "text", "text": part.text or part.refusal or ""}
+    found = part.image_url or ImageUrl()
+    return {"type": "input_image", "image_url": found.url, "detail": found.detail}
+
+
 def _items(message: ChatMessage, index: int) -> list[dict[str, Any]]:
     """The items of one message."""
     content = message.content
     parts = [ChatPart(type="text", text=content)] if isinstance(content, str) else content or []
     for j, part in enumerate(parts):
-        if part.type not in ("text", "refusal"):
+        taken = ("text", "refusal", "image_url") if message.role == "user" else ("text", "refusal")
+        if part.type not in taken:
             where = f"messages[{index}].content[{j}]"
             raise bad(
-                f"this model takes text only: leave out {where}", where, "unsupported_content"
+                f"text, and images in the user's messages, are taken: leave out {where}",
+                where,
+                "unsupported_content",
             )
-    texts = [{"type": "text", "text": part.text or part.refusal or ""} for part in parts]
+    texts = [_part(part) for part in parts]
     if message.role == "tool":
         if not message.tool_call_id:
             where = f"messages[{index}].tool_call_id"

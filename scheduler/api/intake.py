@@ -60,7 +60,7 @@ def accept(
     """
     notes = arrived()
     model = backend.model(body.model)
-    _refuse_unsupported(body, model)
+    _refuse_unsupported(backend, body, model)
     caller = current()
     owner = owner_of(body)
     with notes.stage("check"):
@@ -70,6 +70,7 @@ def accept(
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
+    backend.pictures.take_in(items)
     with notes.stage("shape"):
         shaping = shape(backend.tokenizer, body)
     for _ in range(_TRIES):
@@ -125,10 +126,11 @@ def _noted(backend: Backend, notes: Notes) -> bytes:
 
 def count_tokens(backend: Backend, body: ResponseRequest) -> int:
     """Tokens that the prompt of this request would have. Raises Fault as `accept` does."""
-    _refuse_unsupported(body, backend.model(body.model))
+    _refuse_unsupported(backend, body, backend.model(body.model))
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
+    backend.pictures.take_in(items)
     shaping = shape(backend.tokenizer, body)
     return len(prompt_of(backend, body, find_lineage(backend, body, items), shaping).ids)
 
@@ -165,6 +167,7 @@ def prompt_of(
         )
     except TemplateError as error:
         raise bad(str(error), "input") from error
+    prompt = backend.pictures.place(prompt, [*lineage.seed, *items], lineage.parent)
     if len(prompt.ids) >= limit:
         raise _too_long(str(len(prompt.ids)), limit)
     return prompt
@@ -344,11 +347,13 @@ def _digest(body: ResponseRequest) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _refuse_unsupported(body: ResponseRequest, model: str) -> None:
+def _refuse_unsupported(backend: Backend, body: ResponseRequest, model: str) -> None:
     """Say no to what would otherwise be left out silently."""
-    if (where := media_at(body.input)) is not None:
+    images = backend.pictures.taken
+    if (where := media_at(body.input, images=images)) is not None:
+        takes = "text, and images in the user's messages" if images else "text"
         raise bad(
-            f"model '{model}' takes text only: send text instead of {where}",
+            f"model '{model}' takes {takes} only: leave out what else there is",
             where,
             "unsupported_content",
         )

@@ -14,6 +14,15 @@ from scheduler.api.schema import MAX_IDS, FunctionName, Name, ResponseRequest, S
 _MEDIA = ("image", "document", "file", "container_upload")
 
 
+class Source(Shape):
+    """Where an image is, or its data."""
+
+    type: Name | None = None
+    media_type: Name | None = None
+    data: Text | None = None
+    url: Text | None = None
+
+
 class Block(Shape):
     """A block of content; which fields count depends on its type."""
 
@@ -25,6 +34,7 @@ class Block(Shape):
     tool_use_id: Name | None = None
     content: Any = None
     thinking: Text | None = None
+    source: Source | None = None
     signature: Text | None = None
 
 
@@ -188,7 +198,7 @@ def _items(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     said = {"type": "message", "role": message.role}
     if isinstance(message.content, str):
         return [{**said, "content": message.content}]
-    texts: list[dict[str, str]] = []
+    texts: list[dict[str, Any]] = []
 
     def close() -> None:
         if texts:
@@ -211,10 +221,22 @@ def _items(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
             close()
             thought = {"type": "reasoning_text", "text": block.thinking or ""}
             items.append({"type": "reasoning", "content": [thought]})
+        elif block.type == "image" and message.role == "user":
+            texts.append(_image(block.source, at))
         else:
             texts += [{"type": "text", "text": text} for text in _texts([block], at)]
     close()
     return items
+
+
+def _image(source: Source | None, where: str) -> dict[str, Any]:
+    """An image as a part of the Responses API."""
+    if source is None or source.type not in ("base64", "url"):
+        raise bad(f"{where}.source: give the image as base64 data or by its url")
+    url = source.url
+    if source.type == "base64":
+        url = f"data:{source.media_type or 'image/png'};base64,{source.data or ''}"
+    return {"type": "input_image", "image_url": url}
 
 
 def _result(content: Any, where: str) -> str:

@@ -9,6 +9,7 @@ would have placed the answer where the parent's ids have it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from scheduler.api.said import Item, says, text_of
 from scheduler.api.summary import unseal
 from scheduler.api.tokenizer import Message, Rendering, TemplateError, Tokenizer
 from scheduler.api.weave import Answer, marked
+from scheduler.images import parts_of
 
 _ANSWER = "Q0answer4d1e7a9b0Q"
 """Stands where an assistant's answer goes while the text around it is learnt."""
@@ -217,6 +219,8 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
                 leading.append(text)
             elif role == "assistant" and _open(messages):
                 messages[-1]["content"] = text
+            elif role == "user" and any(parts_of([item])):
+                messages.append({"role": role, "content": [_part(p) for p in item["content"]]})
             else:
                 messages.append({"role": role, "content": text})
     if leading:
@@ -238,8 +242,17 @@ def is_empty(items: Sequence[Item]) -> bool:
     return not any(
         item.get("type", "message") in ("function_call_output", "compaction")
         or text_of(item.get("content") or "").strip()
+        or any(parts_of([item]))
         for item in items
     )
+
+
+def _part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a message with images, as templates take it; an image has its digest beside it."""
+    if part.get("type") != "input_image":
+        return {"type": "text", "text": part.get("text") or ""}
+    url = str(part.get("image_url"))
+    return {"type": "image", "key": hashlib.blake2b(url.encode(), digest_size=16).hexdigest()}
 
 
 def _open(messages: Sequence[Message]) -> bool:

@@ -48,15 +48,25 @@ class RefusalPart(Shape):
     refusal: Text
 
 
-class MediaPart(Shape):
-    """An image, file or sound: known, and refused by models that take text only."""
+class ImagePart(Shape):
+    """An image, as data or by its URL: refused by models that take text only."""
 
-    type: Literal["input_image", "image_url", "input_file", "input_audio"]
+    type: Literal["input_image", "image_url"]
+    image_url: Text | None = None
+    detail: Name | None = None
+
+
+class MediaPart(Shape):
+    """A file or sound: known, and refused."""
+
+    type: Literal["input_file", "input_audio"]
 
 
 def _kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind in ("input_image", "image_url", "input_file", "input_audio"):
+    if kind in ("input_image", "image_url"):
+        return "«image»"
+    if kind in ("input_file", "input_audio"):
         return "«media»"
     return "«refusal»" if kind == "refusal" else "«text»"
 
@@ -64,6 +74,7 @@ def _kind_of_part(value: Any) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("«text»")]
     | Annotated[RefusalPart, Tag("«refusal»")]
+    | Annotated[ImagePart, Tag("«image»")]
     | Annotated[MediaPart, Tag("«media»")],
     Discriminator(_kind_of_part),
 ]
@@ -362,17 +373,24 @@ def _parts(content: str | list[Any], written: str) -> list[dict[str, Any]]:
             out.append({**shape, "annotations": []} if written == "output_text" else shape)
         elif isinstance(part, RefusalPart):
             out.append({"type": "refusal", "refusal": part.refusal})
+        elif isinstance(part, ImagePart):
+            shown = {"image_url": part.image_url, "detail": part.detail or "auto"}
+            out.append({"type": "input_image", **shown})
     return out
 
 
-def media_at(items: str | list[AnyItem]) -> str | None:
-    """Where the first image, file or sound stands in the input, or None."""
+def media_at(items: str | list[AnyItem], *, images: bool = False) -> str | None:
+    """Where the first part stands that is not taken, or None.
+
+    Files and sounds are never taken; with `images`, images are in the user's messages.
+    """
     if isinstance(items, str):
         return None
     for i, item in enumerate(items):
         content = getattr(item, "content", None) or getattr(item, "output", None)
+        shown = images and isinstance(item, MessageItem) and item.role == "user"
         if isinstance(content, list):
             for j, part in enumerate(content):
-                if isinstance(part, MediaPart):
+                if isinstance(part, MediaPart) or (isinstance(part, ImagePart) and not shown):
                     return f"input[{i}].content[{j}]"
     return None

@@ -10,9 +10,10 @@ import pytest
 from decode_kit import Parts, contents, deliver, held_after, make_job, state_of
 from tiny_models import prompt
 
-from engine.decode import Batch, Row
+from engine.decode import Batch
 from engine.model import Model
 from engine.prefill import expand_schedule
+from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 from scheduler.runs import SendBack
