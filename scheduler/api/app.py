@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,11 +26,15 @@ from scheduler.api import (
     messages,
     models,
     responses,
+    status,
 )
 from scheduler.api.backend import Backend
 from scheduler.api.batch_driver import BatchDriver
 from scheduler.api.dashboard import Dashboard
 from scheduler.api.gate import Gate
+from scheduler.api.meter import Meter
+from scheduler.api.metrics import Metrics
+from scheduler.api.situation import Looker
 from scheduler.config import Config, ConfigError, is_loopback
 from scheduler.host import lifeline
 from scheduler.owners import Owners
@@ -54,6 +58,8 @@ def create_app(config: Config) -> FastAPI:
         )
     backend = Backend(config)
     driver = BatchDriver(backend)
+    looker = Looker(backend)
+    metrics = Metrics(backend, looker)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,6 +79,7 @@ def create_app(config: Config) -> FastAPI:
     )
     app.state.backend = backend
     app.add_middleware(Gate, config=config, owners=backend.owners, audit=backend.audit)
+    app.add_middleware(Meter, metrics=metrics)
     app.add_exception_handler(faults.Fault, faults.on_fault)
     app.add_exception_handler(RequestValidationError, faults.on_validation)
     app.add_exception_handler(HTTPException, faults.on_http)
@@ -81,7 +88,7 @@ def create_app(config: Config) -> FastAPI:
     for room in (responses, conversations, chat, messages, models, files):
         app.include_router(room.router(backend))
     app.include_router(batches.router(backend, driver.kick))
-    _add_health(app, backend)
+    app.include_router(status.router(backend, looker, metrics))
     app.mount(
         "/rq",
         Dashboard(
@@ -93,23 +100,6 @@ def create_app(config: Config) -> FastAPI:
         ),
     )
     return app
-
-
-def _add_health(app: FastAPI, backend: Backend) -> None:
-    @app.get("/health", tags=["health"])
-    def health() -> dict[str, bool]:
-        """This process lives and answers; says nothing about the others."""
-        return {"ok": True}
-
-    @app.get("/ready", tags=["health"])
-    def ready() -> JSONResponse:
-        """200 when a request would be served now: Redis, the store and both workers are there."""
-        facts = backend.health()
-        return JSONResponse(facts, 200 if facts["ready"] else 503)
-
-    @app.get("/", include_in_schema=False)
-    def root() -> RedirectResponse:
-        return RedirectResponse("/rq/")
 
 
 async def _on_redis(request: Request, error: Exception) -> JSONResponse:

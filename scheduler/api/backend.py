@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,6 +50,8 @@ class Backend:
         self.preambles = Preambles(self.tokenizer)
         self.pictures = Pictures(self.model_dir, config.api)
         self.redis = connect(config.redis_url_of("api"), patience=PATIENCE)
+        self.probe = connect(config.redis_url_of("api"), timeout=2.0, patience=0)
+        """Asks only whether Redis is there, and does not wait for it."""
         self.jobs = Jobs(self.redis, config.jobs)
         self.nodes = Nodes(self.redis)
         days = config.jobs.result_days
@@ -71,6 +73,7 @@ class Backend:
         self._store.close()
         self.pictures.close()
         self.redis.close()
+        self.probe.close()
         self.audit.close()
 
     def _is_ours(self, name: str) -> bool:
@@ -166,7 +169,7 @@ class Backend:
         facts: dict[str, Any] = {"model": self.config.model_name, "redis": False, "store": False}
         nodes: list[Node] = []
         try:
-            facts["redis"] = bool(self.redis.ping())
+            facts["redis"] = bool(self.probe.ping())
             nodes = self.nodes.list()
         except (RedisError, *AWAY):
             facts["redis"] = False
@@ -182,4 +185,25 @@ class Backend:
         facts["prefill"] = "prefill" in ready
         facts["decode"] = "decode" in ready
         facts["ready"] = all(facts[part] for part in ("redis", "store", "prefill", "decode"))
+        facts["missing"] = _missing(facts, nodes)
         return facts
+
+
+def _missing(facts: dict[str, Any], nodes: list[Node]) -> list[str]:
+    """What keeps requests from being served, each with what is known of it."""
+    if not facts["redis"]:
+        # Which workers there are stands in Redis.
+        return ["Redis does not answer"] + ([] if facts["store"] else ["the store does not answer"])
+    missing = [] if facts["store"] else ["the store does not answer: is the decode worker running?"]
+    return missing + missing_workers(nodes)
+
+
+def missing_workers(nodes: Sequence[Node]) -> list[str]:
+    """Roles of which no worker is ready, each with what is known of it."""
+    missing = []
+    for role in ("prefill", "decode"):
+        found = [node for node in nodes if node.role == role]
+        if not any(node.state == "ready" for node in found):
+            states = ", ".join(f"{node.name} is {node.state}" for node in found)
+            missing.append(f"no {role} worker is ready: {states or 'none has reported'}")
+    return missing
