@@ -130,6 +130,7 @@ class Engine:
         with charge(notes.meter):
             start = self._starts.find(job, emitted)
         notes.add(_STAGES[start.path], began, time.monotonic(), tokens=len(start.ids))
+        notes.facts["store_read"] = start.read
         notes.fork("state", start.path, "; ".join(start.notes))
         began = time.monotonic()
         try:

@@ -45,6 +45,8 @@ class Start:
     stored: int = 0
     notes: list[str] = field(default_factory=list)
     held: Held | None = None
+    read: int = 0
+    """Bytes that were read from the store for it."""
     after: int = 0
     """The offset of positions after the prompt; `rope_delta` is the one of this state."""
     lent: int = 0
@@ -234,7 +236,9 @@ class Starts:
             notes.append(f"the stored state is unusable: {error}")
             log.error("the stored state of %s is unusable: %s", turn, error)
             return None
-        return _start("restored", state, base=turn, stored=len(state.ids))
+        start = _start("restored", state, base=turn, stored=len(state.ids))
+        start.read = reader.ref.nbytes
+        return start
 
     def _from_nothing(self, job: Job, ids: list[int], notes: list[str]) -> Start:
         moved = job.handoff is not None and job.handoff.get("path") not in (None, "none")

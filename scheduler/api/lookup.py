@@ -12,6 +12,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import bad, missing
 from scheduler.api.items import split
 from scheduler.api.lineage import divided, is_id
+from scheduler.ledger.keeping import thaw
 from scheduler.record import Job, JobNotFound, Status
 from store.turns import Turn
 
@@ -55,7 +56,7 @@ def job_of(turn: Turn) -> Job:
     inputs, outputs = split(turn.id, turn.items)
     status = _ENDED.get(turn.status, "completed")
     told = turn.usage
-    return Job(
+    job = Job(
         id=turn.id,
         status=status,
         stage="decode",
@@ -87,6 +88,7 @@ def job_of(turn: Turn) -> Job:
         reason=turn.finish if status == "incomplete" else "",
         path={},
     )
+    return thaw(job, turn.ledger) if turn.ledger else job
 
 
 def input_items(backend: Backend, job: Job) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from scheduler.api import compaction
+from scheduler.api import compaction, explained
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
@@ -122,6 +122,7 @@ def router(backend: Backend) -> APIRouter:
         job = find_job(backend, response_id)
         return page(input_items(backend, job), limit, order, after)
 
+    explained.add(routes, backend)
     return routes
 
 

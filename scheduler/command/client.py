@@ -65,6 +65,10 @@ class Client:
         """A response as it is now."""
         return self._call("GET", f"/v1/responses/{_segment(response)}")
 
+    def ledger(self, response: str) -> dict[str, Any]:
+        """Where a response's time and bytes went, up to now."""
+        return self._call("GET", f"/v1/responses/{_segment(response)}/ledger")
+
     def cancel(self, response: str) -> dict[str, Any]:
         """Cancel a response, also one that somebody waits for, and return it."""
         return self._call(

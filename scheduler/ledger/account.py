@@ -107,7 +107,7 @@ def _between(job: Job, pieces: Sequence[Piece], ended: float | None) -> list[dic
         if lost := piece.number("lost"):
             add("lost run", piece.text("lane"), taken, lost, **about)
             continue
-        add("taken", piece.text("lane"), taken, piece.base, **about)
+        add("admit", piece.text("lane"), taken, piece.base, **about)
         following = runs[number + 1].number("enqueued") if number + 1 < len(runs) else None
         if following is None and number + 1 == len(runs):
             # A live job has told Redis of its run's end and waits, or runs, again.

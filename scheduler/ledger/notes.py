@@ -18,8 +18,8 @@ from store.meter import Meter, charge
 
 #: Field of a job's record under which a piece lies, before the run or another name.
 FIELD = "l:"
-#: Parts of a chunk, in their order.
-PARTS = ("check", "prefill", "pack", "send")
+#: Parts of a chunk, in their order; `between` is what happened since the chunk before.
+PARTS = ("between", "prefill", "pack", "send")
 _CHUNKS = 256
 _SPANS = 400
 
