@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -193,16 +194,19 @@ class DecodeLoop(LoopWorker):
             self.drop(execution)
             return
         execution.notes.add("flush", ended, time.monotonic())
+        told: Mapping[str, Any] | None = None
         if error is None and finished.commit is not None:
             try:
                 with execution.notes.stage("record"):
-                    finished.commit()
+                    told = finished.commit()
             except Exception as failure:
                 error = failure
         if error is not None or finished.result is None:
             self.fail(execution, error or RuntimeError("the engine gave no result"))
             return
         result = finished.result
+        if told:
+            result = replace(result, path={**result.path, **told})
         ledger = b""
 
         def finish() -> Outcome:

@@ -82,7 +82,8 @@ class Finished:
     """How an execution ended in the engine: with a result, or with an error.
 
     `commit` makes the turn durable. It runs on a background thread after the job's events are
-    written and before its terminal event is; when it raises, the job fails. `noted` is told, once
+    written and before its terminal event is; when it raises, the job fails. What it returns is
+    told with the result's path. `noted` is told, once
     the job has ended: the job as it was taken, the result, this run's packed notes, and when that
     was in Redis TIME.
     """
@@ -90,5 +91,5 @@ class Finished:
     execution: Execution
     result: Result | None = None
     error: Exception | None = None
-    commit: Callable[[], None] | None = None
+    commit: Callable[[], Mapping[str, Any] | None] | None = None
     noted: Callable[[Job, Result, bytes, float], None] | None = None

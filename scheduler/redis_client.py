@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 import redis.asyncio
+from redis._parsers.base import BaseParser
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ConstantBackoff
 from redis.exceptions import BusyLoadingError, OutOfMemoryError, ReadOnlyError
@@ -31,6 +32,9 @@ AWAY = (
     ReadOnlyError,
     ConnectionError,
 )
+
+# "MISCONF": the server cannot write its append-only file. redis-py knows no class for it.
+BaseParser.EXCEPTION_CLASSES["MISCONF"] = ReadOnlyError
 
 #: Longest time in seconds that one blocking command waits on the server.
 MAX_BLOCK = 1.0

@@ -23,6 +23,7 @@ import lmdb
 import msgpack
 
 from store.errors import MapFull, StoreDamaged, StoreError, StoreFull, StoreStuck
+from store.migrations import MIGRATIONS, migrate
 
 Txn: TypeAlias = Any
 Table: TypeAlias = Any
@@ -39,6 +40,8 @@ TABLES = (
 LIVE_CEILING = 0.88
 """Largest share of the map that may be live; eviction keeps below it ahead of need."""
 BEGIN_SECONDS = 10.0
+RESERVE_BYTES = 32 << 20
+"""Free disk below which nothing large is written, unless told otherwise."""
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, lmdb.PanicError)
 
 
@@ -64,6 +67,7 @@ class Environment:
         self.path = path
         self.env = env
         self.begin_seconds = begin_seconds
+        self.reserve_bytes = RESERVE_BYTES
         self.page_size = int(env.stat()["psize"])
         self.map_pages = int(env.info()["map_size"]) // self.page_size
         self.value_pages = (VALUE_BYTES + 16) // self.page_size
@@ -214,7 +218,7 @@ class Environment:
             free_inside = used - self.live_pages(txn)
         growth = max(0, need_pages - max(0, free_inside)) * self.page_size
         disk = os.statvfs(self.path)
-        if growth > disk.f_bavail * disk.f_frsize - (32 << 20):
+        if growth > disk.f_bavail * disk.f_frsize - self.reserve_bytes:
             raise StoreFull(
                 f"the disk of {self.path} has no room for {growth >> 20} MiB more: "
                 "free some space; what is stored is kept"
@@ -293,6 +297,10 @@ def _open_lmdb(path: Path, size_bytes: int, exists: bool) -> Any:
 
 
 def _check_format(env: Any) -> None:
+    """Note the format of a new store, migrate an older one, refuse what this program cannot read.
+
+    Raises StoreError, and then nothing has been written.
+    """
     page_size = int(env.stat()["psize"])
     if (VALUE_BYTES + 16) % page_size:
         raise StoreError(f"pages of {page_size} bytes do not divide 1 MiB: move the store")
@@ -302,11 +310,17 @@ def _check_format(env: Any) -> None:
         found = txn.get(b"format", db=meta)
         if found is None:
             txn.put(b"format", msgpack.packb(wanted), db=meta)
-        elif msgpack.unpackb(found) != wanted:
+            return
+        there = msgpack.unpackb(found)
+        if {**there, "format": FORMAT} != wanted:
             raise StoreError(
-                f"the store has format {msgpack.unpackb(found)}, this program {wanted}: "
-                "export it with the program that made it and import it here"
+                f"the store's format is another machine's: values of {there.get('value')} bytes in "
+                f"pages of {there.get('psize')}, not {VALUE_BYTES} in {page_size}: export its "
+                "conversations on the machine that made it and import them here"
             )
+        if there != wanted:
+            migrate(env, txn, int(there["format"]), FORMAT, MIGRATIONS)
+            txn.put(b"format", msgpack.packb(wanted), db=meta)
 
 
 def _translate(error: Exception, path: Path) -> StoreError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from store.blocks import ROOT, Blocks, Record, owner_tag
-from store.environment import VALUE_BYTES, Environment, Txn
+from store.environment import RESERVE_BYTES, VALUE_BYTES, Environment, Txn
 from store.errors import OverBudget, StoreFull
 from store.eviction import STATES_PER_COMMIT, Evictor
 from store.states import States
@@ -28,10 +28,12 @@ _DAY = b"day/"
 @dataclass(frozen=True, slots=True)
 class Limits:
     """`owner_bytes` that the states of one owner may take, `daily_bytes` that may be written per
-    day (UTC) before large snapshots wait; 0 for no limit."""
+    day (UTC) before large snapshots wait; 0 for no limit. Below `reserve_bytes` of free disk no
+    state is saved: what is left is for records and logs."""
 
     owner_bytes: int = 0
     daily_bytes: int = 0
+    reserve_bytes: int = RESERVE_BYTES
 
 
 def stored_bytes(record: Record) -> int:

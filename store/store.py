@@ -43,6 +43,7 @@ class Store:
 
     def __init__(self, environment: Environment, limits: Limits = NO_LIMITS) -> None:
         self.environment = environment
+        environment.reserve_bytes = limits.reserve_bytes
         self.blocks = Blocks(environment)
         self.turns = Turns(environment)
         self.conversations = Conversations(environment, self.turns)

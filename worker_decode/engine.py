@@ -24,7 +24,7 @@ from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
 from store.codec.header import Piece
-from store.errors import StoreError, StoreGap
+from store.errors import StoreError, StoreFull, StoreGap
 from store.meter import charge
 from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
@@ -34,6 +34,7 @@ from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.pictures import Pictures
+from worker_decode.pressure import Hardship
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Start, Starts
@@ -109,6 +110,7 @@ class Engine:
         self._saved: deque[Saved] = deque()
         self._committed: set[str] = set()
         self._uncommitted: dict[str, Execution] = {}
+        self.hardship = Hardship()
         self._unrecorded: deque[str] = deque()
         self._words: Vocabulary | None = None
         self._lock = threading.Lock()
@@ -277,6 +279,7 @@ class Engine:
             "device": self._model.device.kind,
             "pulses": 0 if self._pulse is None else self._pulse.pulses,
             "decode": self._batch.facts,
+            "trouble": str(self.hardship),
         }
 
     # --- the end of an answer -----------------------------------------------------------------
@@ -356,8 +359,8 @@ class Engine:
             )
         )
 
-    def _commit(self, answer: Answer, event: Event, status: str) -> None:
-        """Make the turn durable: its messages and token ids. Runs on a background thread."""
+    def _commit(self, answer: Answer, event: Event, status: str) -> dict[str, Any] | None:
+        """Make the turn durable, on a background thread; on a full disk it is answered only."""
         try:
             turn = compose(
                 answer.job,
@@ -371,12 +374,18 @@ class Engine:
                 finish=str(event.finish),
             )
             record(self._store, answer.job, turn)
+        except StoreFull as error:
+            self._unrecorded.append(answer.job.id)
+            self.hardship.note(error)
+            log.error("%s is answered and not recorded: %s", answer.job.id, error)
+            return {"recorded": False}
         except BaseException:
             self._unrecorded.append(answer.job.id)
             raise
         with self._lock:
             if self._uncommitted.pop(turn.id, None) is not None:
                 self._committed.add(turn.id)
+        return None
 
     # --- conversations between turns -----------------------------------------------------------
 
@@ -391,6 +400,7 @@ class Engine:
         self._next_look = now + _HOUSEKEEPING
         if now >= self._next_word:
             self._next_word = now + _WORD
+            self.hardship.feel()
             self._announce(self.facts())
             # A turn that has gone on with its next one is not saved by itself.
             gone = [turn for turn in self._ledgers.waiting() if self._hot.get(turn) is None]
@@ -402,7 +412,7 @@ class Engine:
             self._inbox.sweep(response for response in waiting if self._ended(response))
         every_turn = self._config.store.save == "turn"
         idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
-        if not idle and self._short_of_memory():
+        if not idle and (self.hardship.squeezed or self._short_of_memory()):
             idle = self._hot.turns()
         for turn in idle:
             if not self._saver.room:
@@ -445,9 +455,11 @@ class Engine:
             held = self._hot.get(saved.turn)
             if saved.report is None:
                 log.warning("state of %s not saved: %s", saved.turn or "a preamble", saved.error)
+                self.hardship.note(saved.error)
                 if held is not None and self._may_wait(held, saved.error):
                     continue
             else:
+                self.hardship.over()
                 log.info(
                     "saved %s: %d bytes in %.3f s",
                     saved.turn or "a preamble", saved.report.bytes_written, saved.report.seconds,

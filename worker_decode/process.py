@@ -55,7 +55,11 @@ def run(config: Config, model_dir: Path) -> int:
     """Serve the decode queue of this node until a stop is asked for."""
     secret = secrets.token_bytes(32)
     with contextlib.ExitStack() as stack:
-        limits = Limits(int(config.store.owner_gb * 1e9), int(config.store.daily_gb * 1e9))
+        limits = Limits(
+            int(config.store.owner_gb * 1e9),
+            int(config.store.daily_gb * 1e9),
+            int(config.upkeep.low_disk_gb * 1e9),
+        )
         size = int(config.store.size_gb * 1e9)
         store = Store.open(config.data_dir / "store", size, limits=limits)
         stack.callback(store.close)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.record import Job, JobError
-from store.errors import StoreError
+from store.errors import StoreError, StoreFull
 from store.store import Store
 from store.turns import Turn
 
@@ -62,6 +62,8 @@ def record(store: Store, job: Job, turn: Turn) -> None:
     about = (job.request.get("params") or {}).get("about") or {}
     try:
         store.put_turn(turn, create=bool(about.get("new_conversation", True)))
+    except StoreFull:
+        raise
     except StoreError:
         if store.get_conversation(turn.conversation) is not None:
             raise

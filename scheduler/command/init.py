@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from scheduler.config import DEFAULT_MODEL, ConfigError, default_data_dir, load
 from scheduler.host import data_dir, setup
@@ -116,7 +116,7 @@ def _wishes(args: argparse.Namespace, data: Path, file: Path) -> setup.Wishes:
         _ask("Which model (a name, or its directory)?", usual, "") if args.role is None else usual
     )
     return setup.Wishes(
-        role=role,
+        role=cast(setup.Setup, role),
         data=data,
         file=file,
         model=str(Path(model).expanduser().absolute()) if Path(model).is_dir() else model,

@@ -104,6 +104,24 @@ def peer(nodes: Sequence[Node], mine: str, roles: Sequence[str], reached: str | 
     )
 
 
+def trouble(nodes: Sequence[Node]) -> Check:
+    """`serving`: what workers say of themselves: a full disk, no memory."""
+    name = "serving"
+    if not nodes:
+        return skip(name, "no worker runs")
+    said = [
+        f"{node.role} {node.name}: {text}" for node in nodes if (text := node.facts.get("trouble"))
+    ]
+    if said:
+        return warn(
+            name,
+            "it serves, with less than it should",
+            "; ".join(said),
+            "free some disk, or end other programs; answers stay right meanwhile",
+        )
+    return ok(name, "no worker complains", f"{len(nodes)} workers")
+
+
 def versions(told: Mapping[str, Mapping[str, str]]) -> Check:
     """`versions`: what each machine told of itself, by its name; the same is needed."""
     name = "versions"
