@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import ModelError
@@ -13,6 +13,8 @@ from engine.pictures import Processor, see
 from engine.prefill import Prefill
 from scheduler.images import ImageError, images_of
 from scheduler.record import Job
+from store.errors import StoreError
+from store.store import Store
 
 Items = Sequence[Mapping[str, Any]]
 
@@ -20,10 +22,10 @@ Items = Sequence[Mapping[str, Any]]
 class Pictures:
     """Used on the thread that loaded the model; the processor is loaded with the first image."""
 
-    def __init__(self, model: Model, past: Callable[[Job], Items] = lambda job: ()) -> None:
-        """`past` gives the items of the turns before a job's own, where they can be had."""
+    def __init__(self, model: Model, store: Store | None = None) -> None:
+        """`store` has the images of earlier turns; a prefill node has none."""
         self._model = model
-        self._past = past
+        self._store = store
         self._processor: Processor | None = None
 
     def seen(self, job: Job, start: int, rope_delta: int) -> Embedded | None:
@@ -40,10 +42,11 @@ class Pictures:
         own: Items = job.request.get("input") or ()
         try:
             images = images_of(own)
-            if job.previous:
-                images += images_of(self._past(job))
-        except ImageError as error:
-            raise ModelError(str(error)) from error
+            if job.previous and self._store is not None:
+                for turn in self._store.path(job.previous):
+                    images += images_of(turn.items)
+        except (ImageError, StoreError) as error:
+            raise ModelError(f"the prompt's images cannot be read: {error}") from error
         return see(self._model, self._processor, ids, images, start, rope_delta)
 
     def show(self, run: Prefill, job: Job) -> Prefill:

@@ -1,4 +1,4 @@
-"""`tandem simulate`: what the pick does to a trace of real arrivals, on measured rates.
+"""One prefill queue: what the pick does to a trace of real arrivals, on measured rates.
 
 One prefill node, chunk by chunk. The decisions are made by the very scripts that serve (see
 `lua/policy.lua`, `lua/better.lua`), run in a private Redis against the simulated clock, so that
@@ -7,9 +7,7 @@ what is measured is the rule in use and not a copy of it.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,48 +225,8 @@ def _name(number: int) -> str:
     return f"resp_{number:032x}"
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `tandem simulate`."""
-    defaults = JobsConfig()
-    parser = subparsers.add_parser(
-        "simulate",
-        help="what the scheduling rule does to a trace",
-        description="Replay a trace of arrivals against a prefill node of a given rate, with the "
-        "scheduling rule in use, and print times to first token.",
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="JSONL file of requests")
-    source.add_argument("--agents", type=Path, help="folder of recorded agent sessions (JSONL)")
-    parser.add_argument("--load", type=float, default=0.78, help="share of the node that is busy")
-    parser.add_argument("--seeds", type=int, default=20, help="how many random thinnings to pool")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=RATE, help="prefill tokens per second")
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="tokens per chunk")
-    parser.add_argument("--horizon", type=float, default=defaults.horizon_seconds, help="seconds")
-    parser.add_argument("--gain", type=float, default=defaults.preempt_gain)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
-
-
-def _run(args: argparse.Namespace) -> int:
-    if args.seeds < 1 or args.load <= 0 or args.rate <= 0 or args.chunk < 1:
-        raise JobError("--seeds, --load, --rate and --chunk must be above 0")
-    settings = JobsConfig(horizon_seconds=args.horizon, preempt_gain=args.gain)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    options: dict[str, Any] = {
-        "load": args.load,
-        "seeds": seeds,
-        "settings": settings,
-        "rate": args.rate,
-        "chunk": args.chunk,
-    }
-    if args.agents:
-        report = simulate_agents(args.agents, **options)
-    else:
-        report = simulate(args.trace, **options)
-    if args.json:
-        print(json.dumps(report))
-        return 0
+def say(report: Mapping[str, Any]) -> None:
+    """Print the figures of a report as a table."""
     print(f"{'':26}{'mean TTFT':>12}{'within SLO':>12}{'longest':>10}")
     for name, row in (
         ("this scheduler", report),
@@ -278,10 +236,9 @@ def _run(args: argparse.Namespace) -> int:
             f"{name:26}{row['mean_ttft_s']:>10.1f} s{row['within_slo']:>12.1%}"
             f"{row['longest_wait_s']:>8.0f} s"
         )
-    print(f"{report['requests']} requests, load {args.load:g}, {args.rate:g} tok/s")
-    if args.agents:
+    print(f"{report['requests']} requests, load {report['load']:g}, {report['rate']:g} tok/s")
+    if "tiny" in report:
         print(
             f"tiny prompts wait {report['tiny_wait_p95_s']:.1f} s at p95, "
             f"{report['tiny_wait_p95_chunks']:.2f} chunks"
         )
-    return 0

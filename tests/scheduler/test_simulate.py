@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
-from scheduler.simulation import agents, simulate, trace
+from scheduler.simulation import agents, command, simulate, trace
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_the_rule_serves_everyone_once_and_better(path: Path) -> None:
 
 def test_the_command_prints_one_json_object(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    simulate.register(parser.add_subparsers())
+    command.register(parser.add_subparsers())
     args = parser.parse_args(
         ["simulate", "--trace", str(path), "--load", "0.5", "--seeds", "1", "--json"]
     )
