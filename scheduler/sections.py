@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -99,6 +100,28 @@ class ApiConfig(Section):
     aliases: tuple[str, ...] = Field(
         (), description="names, or patterns such as gpt-*, that stand for the served model as well"
     )
+
+    normalise_head: tuple[str, ...] = Field(
+        (), description="regular expressions: what they match in a prompt's head is taken out"
+    )
+
+    @field_validator("normalise_head", mode="before")
+    @classmethod
+    def _lines(cls, value: Any) -> Any:
+        # An environment variable is one text; a pattern may hold a comma.
+        return [line for line in value.splitlines() if line] if isinstance(value, str) else value
+
+    @field_validator("normalise_head")
+    @classmethod
+    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            try:
+                matches_nothing = re.compile(pattern).match("") is not None
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            if matches_nothing:
+                raise ValueError(f"{pattern!r} matches nothing at all: say what it is to match")
+        return value
 
     @field_validator("aliases", mode="before")
     @classmethod

@@ -40,6 +40,7 @@ _PLAIN = (
     "delete_conversation",
     "drop_state",
     "turn_ids",
+    "touch",
     "stats",
     "evict",
 )
@@ -252,6 +253,10 @@ class StoreClient:
         """As `Store.delete_conversation`."""
         result: bool = self.call("delete_conversation", ident=ident)
         return result
+
+    def touch(self, turn_id: str) -> None:
+        """As `Store.touch`."""
+        self.call("touch", turn_id=turn_id)
 
     def stats(self) -> dict[str, Any]:
         """As `Store.stats`."""

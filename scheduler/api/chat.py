@@ -22,6 +22,7 @@ from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault
 from scheduler.api.intake import accept
 from scheduler.api.lookup import find_job
+from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import response_object
 from scheduler.delivery import abandon, follow, wait
@@ -42,7 +43,10 @@ def router(backend: Backend) -> APIRouter:
         wanted = to_response_request(body)
         try:
             about = {"chat": True} if body.store else {}
-            accepted = await run_in_threadpool(accept, backend, wanted, idempotency_key, about)
+            session = session_of(request.headers, wanted)
+            accepted = await run_in_threadpool(
+                accept, backend, wanted, idempotency_key, about, session
+            )
         except Fault as fault:
             raise _renamed(fault) from fault
         headers = {"x-request-id": accepted.id}

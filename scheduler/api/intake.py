@@ -13,6 +13,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from scheduler.api import heads, sessions
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
@@ -51,14 +52,16 @@ def accept(
     body: ResponseRequest,
     key: str | None = None,
     about: Mapping[str, Any] | None = None,
+    session: str | None = None,
 ) -> Accepted:
     """Check a request and put it into its queue. Blocking: tokenises, asks Redis and the store.
 
     `key` is the client's idempotency key: the same one with the same body names the same job.
-    `about`: what else is remembered with the turn.
+    `about`: what else is remembered with the turn. `session`: which one the client says it is of.
     Raises Fault; then nothing was recorded.
     """
     notes = arrived()
+    body, normalised = heads.normalise(backend.config.api.normalise_head, body)
     model = backend.model(body.model)
     _refuse_unsupported(backend, body, model)
     caller = current()
@@ -81,7 +84,11 @@ def accept(
             facts.update(tokens=len(prompt.ids) - prompt.shared)
         with notes.stage("place"):
             fields = _job(backend, body, lineage, prompt, model, shaping)
-        fields["request"]["params"]["about"].update(about or {})
+        fields["request"]["params"]["about"].update(about or {}, session=session)
+        fields["request"]["prompt"]["normalised"] = normalised
+        sessions.steer(backend, owner, session, fields)
+        past = lineage.parent.ids if lineage.parent is not None else ()
+        heads.describe(backend, owner, session, past, fields)
         job = NewJob(
             id=response_id(owner, key),
             owner=owner,
@@ -94,6 +101,8 @@ def accept(
         if accepted.duplicate or not job.lock or _still_head(backend, lineage):
             if not accepted.duplicate and body.store is not False:
                 _enter(backend, accepted.id, body, lineage)
+                heads.remember(backend, owner, session, accepted.id)
+                sessions.note(backend, owner, session, accepted.id, fields["node"])
             action: Action = "submit" if lineage.new else "resume"
             again = {"again": True} if accepted.duplicate else {}
             backend.note(action, accepted.id, conversation=lineage.conversation, **again)
@@ -112,7 +121,7 @@ def accept(
 
 def owner_of(body: ResponseRequest) -> str:
     """Whose job this request becomes."""
-    return current().submits_for(body.user or body.safety_identifier or body.prompt_cache_key)
+    return current().submits_for(body.user or body.safety_identifier)
 
 
 def _noted(backend: Backend, notes: Notes) -> bytes:
@@ -126,6 +135,7 @@ def _noted(backend: Backend, notes: Notes) -> bytes:
 
 def count_tokens(backend: Backend, body: ResponseRequest) -> int:
     """Tokens that the prompt of this request would have. Raises Fault as `accept` does."""
+    body, _ = heads.normalise(backend.config.api.normalise_head, body)
     _refuse_unsupported(backend, body, backend.model(body.model))
     items = items_of(body.input)
     if is_empty(items):

@@ -19,6 +19,7 @@ from scheduler.api.intake import accept, count_tokens
 from scheduler.api.items import output_items
 from scheduler.api.lookup import find_job
 from scheduler.api.message_requests import CountRequest, MessagesRequest, to_response_request
+from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream, frame
 from scheduler.api.view import facts, response_object
 from scheduler.delivery import abandon, follow, wait
@@ -36,7 +37,10 @@ def router(backend: Backend) -> APIRouter:
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Response:
         wanted = to_response_request(body)
-        accepted = await run_in_threadpool(accept, backend, wanted, idempotency_key)
+        session = session_of(request.headers, wanted)
+        accepted = await run_in_threadpool(
+            accept, backend, wanted, idempotency_key, session=session
+        )
         headers = {"request-id": accepted.id}
         stops = body.stop_sequences or []
         shown = body.thinking is None or body.thinking.display != "omitted"

@@ -18,6 +18,7 @@ from scheduler.api.faults import Fault, bad
 from scheduler.api.intake import accept, count_tokens
 from scheduler.api.lookup import Order, find_job, input_items, page
 from scheduler.api.schema import ResponseRequest
+from scheduler.api.sessions import session_of
 from scheduler.api.stream import COMMENT, EventStream, frame
 from scheduler.api.view import response_object
 from scheduler.delivery import abandon, follow, wait
@@ -38,7 +39,8 @@ def router(backend: Backend) -> APIRouter:
         body: ResponseRequest,
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Response:
-        accepted = await run_in_threadpool(accept, backend, body, idempotency_key)
+        session = session_of(request.headers, body)
+        accepted = await run_in_threadpool(accept, backend, body, idempotency_key, session=session)
         headers = {"x-request-id": accepted.id}
         if body.stream:
             stop = None if body.background else (lambda: abandon(backend, accepted.id))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler.api.caller import is_owned
+from scheduler.api.heads import told
 from scheduler.api.items import answer, message_id, output_items, text_part
 from scheduler.api.tools import for_client
 from scheduler.record import Forecast, Job, Status
@@ -117,6 +118,8 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
     seconds since the job was accepted.
     """
     path = {k: v for k, v in job.path.items() if k not in ("path", "cached_tokens")}
+    path |= told(job.request)
+    about = (job.request.get("params") or {}).get("about") or {}
     prefilled = job.prefilled_tokens
     started = job.created_at
     times: dict[str, float] = {name: round(at - started, 6) for name, at in job.times.items()}
@@ -129,6 +132,7 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
         "queue_position": forecast.place if forecast else None,
         "predicted_start_s": round(forecast.start, 1) if forecast else None,
         "node": job.node,
+        "session": about.get("session"),
         "path": job.path.get("path"),
         "prefill": {"done": prefilled, "total": job.prompt_tokens},
         "prompt_tokens": job.prompt_tokens,
