@@ -103,7 +103,7 @@ class Engine:
         self._loop = Loop()
         self._watches: dict[int, Watch] = {}
         self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
-        self._pictures = Pictures(model, self._past)
+        self._pictures = Pictures(model, store)
         self._answers: dict[int, Answer] = {}
         self._saver = Saver(store, self._note_saved)
         self._saving: set[str] = set()
@@ -324,14 +324,6 @@ class Engine:
     def _grammar(self, job: Job, reader: Reader, execution: Execution) -> Grammar | None:
         with charge(execution.notes.meter):
             return grammar(job, reader, self._vocabulary)
-
-    def _past(self, job: Job) -> list[dict[str, Any]]:
-        """The items of the turns before a job's own."""
-        try:
-            turns = self._store.path(job.previous) if job.previous else []
-        except StoreError as error:
-            raise ModelError(f"the images of earlier turns cannot be read: {error}") from error
-        return [item for turn in turns for item in turn.items]
 
     def _vocabulary(self) -> Vocabulary:
         """The tokenizer as grammars see it, made when the first one is asked for."""
