@@ -86,6 +86,19 @@ class Batch:
             "widths": dict(self._widths),
         }
 
+    @property
+    def way(self) -> dict[str, Any]:
+        """How rows are decoded here now: with which kernels, merged or row by row, by which drafter
+        (empty: none)."""
+        speculation = self._speculation
+        drafting = speculation is not None and not speculation.reason
+        return {
+            "kernels": self.model.device.kernels,
+            "rows": "row by row" if self._row_wise else "merged",
+            "reason": self._row_wise,
+            "drafter": speculation.name if drafting and speculation is not None else "",
+        }
+
     def add(self, row: Row) -> int:
         """Take `row` into the batch; returns its uid. Its caches belong to the batch from now on.
 
@@ -105,6 +118,17 @@ class Batch:
         event = row.cancelled()
         self._end([(row, event)])
         return event
+
+    def caches(self, uid: int) -> Caches:
+        """The caches of a row between two steps: they stay its own, and hold its `ids`.
+
+        Raises `KeyError` for one that has ended.
+        """
+        row = self._rows[uid]
+        if row.caches is None:
+            self._merged.arrange([other for other in self._merged.rows if other is not row])
+        assert row.caches is not None
+        return row.caches
 
     def step(self) -> list[Event]:
         """One extension chunk for at most one row, then a token for every row that is ready.

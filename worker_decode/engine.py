@@ -23,23 +23,24 @@ from scheduler.execution import Execution, Finished
 from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
-from store.codec.header import Piece
 from store.errors import StoreError, StoreFull, StoreGap
 from store.meter import charge
 from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
+from worker_decode.behind import Behind
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
 from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.pictures import Pictures
+from worker_decode.preamble import Sharing
 from worker_decode.pressure import Hardship
 from worker_decode.reader import Reader
 from worker_decode.saver import Saved, Saver
-from worker_decode.starts import Start, Starts
+from worker_decode.starts import Starts
 from worker_decode.states import export, nbytes_of
-from worker_decode.timing import Loop, Watch
+from worker_decode.timing import Loop, Watch, note_forks
 from worker_decode.turns import compose, record
 
 log = logging.getLogger("tandem.decode")
@@ -94,7 +95,10 @@ class Engine:
         self._lending = lending
         self._working = nullcontext if pulse is None else pulse.working
         self._hot = Hot(memory)
-        self._starts = Starts(model, store, self._hot, inbox, config.decode.local_prefill_tokens)
+        self._behind = Behind(model, self._hot, memory, self._running)
+        self._starts = Starts(
+            model, store, self._hot, inbox, config.decode.local_prefill_tokens, self._behind
+        )
         decode = config.decode
         drafter, reason = find_drafter(model, decode.drafter)
         self._batch = Batch(model, decode.slots, drafter=drafter, depth=decode.draft_tokens)
@@ -106,6 +110,7 @@ class Engine:
         self._pictures = Pictures(model, store)
         self._answers: dict[int, Answer] = {}
         self._saver = Saver(store, self._note_saved)
+        self._sharing = Sharing(model, store, self._saver)
         self._saving: set[str] = set()
         self._saved: deque[Saved] = deque()
         self._committed: set[str] = set()
@@ -155,7 +160,7 @@ class Engine:
                 embedded=seen,
                 grammar=self._grammar(job, reader, execution),
                 cut=start.cut,
-                reached=partial(self._share_computed, job, start),
+                reached=partial(self._sharing.computed, job),
             )
             uid = self._batch.add(row)
             start.after = start.rope_delta if seen is None else seen.rope_delta
@@ -167,38 +172,13 @@ class Engine:
         )
         notes.add("set up", began, time.monotonic())
         self._watches[uid] = Watch(notes, self._loop)
-        if start.held is not None:
-            self._forget(start.held.turn)  # it is this row's now
+        if start.held is not None:  # it is this row's now
+            self._behind.leave(start.held, job.id)
+            self._forget(start.held.turn)
         if start.shared:
-            self._share(job, start.shared)
+            self._sharing.arrived(job, start.shared)
             start.shared = []
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
-
-    def _share_computed(
-        self, job: Job, start: Start, caches: Caches, ids: list[int], schedule: list[list[int]]
-    ) -> None:
-        """The end of a preamble is computed: keep its state for prompts that begin alike."""
-        if self._is_shared(job, ids) or not self._saver.room:
-            return
-        held = Held("", caches, ids, [], schedule, start.rope_delta, 0, stored=start.stored)
-        rows, snapshot = export(self._model, held)
-        self._share(job, [*rows, snapshot])
-
-    def _share(self, job: Job, pieces: list[Piece]) -> None:
-        """Give the state of a preamble, snapshot last, to the saver, unless it is stored already.
-
-        Where too much waits there, a later prompt with this preamble gives it again.
-        """
-        ids = job.prompt_ids[: pieces[-1].header.stop]
-        if self._saver.room and not self._is_shared(job, ids):
-            self._saver.put_prefix(job.owner, ids, pieces[:-1], pieces[-1])
-
-    def _is_shared(self, job: Job, ids: list[int]) -> bool:
-        try:
-            found = self._store.longest_prefix([*ids, 0], job.owner)
-        except StoreError:
-            return True  # it says so itself when it is asked for a state
-        return found is not None and found.tokens == len(ids)
 
     def step(self) -> list[Finished]:
         """One step of all rows; what ended is handed back to the loop."""
@@ -221,7 +201,7 @@ class Engine:
             if event.finish is not None:
                 del self._answers[event.uid]
                 ended.append(self._watches.pop(event.uid))
-                self._note_forks(answer, event)
+                note_forks(answer.execution.notes, self._batch.facts, self._drafting, event)
                 finished.append(self._finish(answer, event))
         told = time.monotonic()
         self._look_after()
@@ -235,10 +215,27 @@ class Engine:
         """Drop a row and what has arrived for it."""
         for uid, answer in list(self._answers.items()):
             if answer.execution is execution:
-                self._batch.cancel(uid)
+                self._give_up(execution.job.id, self._batch.cancel(uid))
                 del self._answers[uid]
                 self._watches.pop(uid).end()
         self._inbox.discard(execution.job.id)
+
+    def _running(self, turn: str) -> Caches | None:
+        """The caches of an answer under way."""
+        for uid, answer in self._answers.items():
+            if answer.job.id == turn:
+                return self._batch.caches(uid)
+        return None
+
+    def _give_up(self, turn: str, event: Event) -> None:
+        """A turn is not kept: the one that it went on from is held again."""
+        back = None
+        if event.caches is not None:
+            back = self._behind.come_back(turn, event.caches)
+        self._behind.gone(turn)
+        if back is not None and self._is_stored(back):
+            with self._lock:
+                self._committed.add(back)
 
     def idle(self) -> bool:
         """Save what is idle; True while there is more to save at once."""
@@ -274,6 +271,7 @@ class Engine:
             "rows": len(self._answers),
             "slots": self._batch.slots,
             "hot": len(self._hot),
+            "behind": len(self._behind),
             "memory_used": self._memory.used,
             "memory_limit": self._memory.limit,
             "device": self._model.device.kind,
@@ -286,6 +284,7 @@ class Engine:
 
     def _finish(self, answer: Answer, event: Event) -> Finished:
         if event.finish == "error":
+            self._give_up(answer.job.id, event)
             return Finished(answer.execution, error=ModelError(event.error))
         status = "completed" if event.finish == "stop" else "incomplete"
         closing = answer.closing(status)
@@ -294,7 +293,7 @@ class Engine:
             reason="" if event.finish == "stop" else str(event.finish),
             output=answer.output(str(event.finish)),
             usage=answer.usage(),
-            path=answer.facts(event),
+            path={**answer.facts(event), "way": self._batch.way},
             events=closing,
             computed_tokens=answer.computed(event),
         )
@@ -302,24 +301,10 @@ class Engine:
         if answer.job.request.get("store", True):
             self._keep(answer, event)
             commit = partial(self._commit, answer, event, status)
+        else:
+            self._give_up(answer.job.id, event)
         noted = self._ledgers.ended if commit is not None else None
         return Finished(answer.execution, result, commit=commit, noted=noted)
-
-    def _note_forks(self, answer: Answer, event: Event) -> None:
-        """Which ways the row's decoding took."""
-        notes, facts = answer.execution.notes, self._batch.facts
-        if any(width > 1 for width in event.widths):
-            notes.fork("decode", "batched")
-        else:
-            notes.fork("decode", "one row", str(facts["reason"]) or "no other row was there")
-        speculation = facts.get("speculation")
-        if speculation is None:
-            notes.fork("drafter", "none", self._drafting)
-        elif event.drafted:
-            notes.fork("drafter", str(speculation["drafter"]), self._drafting)
-            notes.facts.update(drafted=event.drafted, accepted=event.accepted)
-        else:
-            notes.fork("drafter", "not used", str(speculation["reason"]) or "slower, or no guess")
 
     def _grammar(self, job: Job, reader: Reader, execution: Execution) -> Grammar | None:
         with charge(execution.notes.meter):
@@ -402,6 +387,8 @@ class Engine:
             self._next_sweep = now + _SWEEP
             waiting = self._inbox.waiting(_SWEEP)
             self._inbox.sweep(response for response in waiting if self._ended(response))
+        if (needed := self._needed()) > 0:
+            self._behind.shrink(needed)
         every_turn = self._config.store.save == "turn"
         idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
         if not idle and (self.hardship.squeezed or self._short_of_memory()):
@@ -414,11 +401,14 @@ class Engine:
                 return True  # one at a time: rows that are live come first
         return False
 
+    def _needed(self) -> int:
+        """Bytes that are wanted, or in use, beyond the limit."""
+        return max(self._memory.wanted, self._memory.used - self._memory.limit)
+
     def _short_of_memory(self) -> bool:
         """Whether more must leave memory than is being saved already."""
-        needed = max(self._memory.wanted, self._memory.used - self._memory.limit)
         leaving = [held for turn in self._saving if (held := self._hot.get(turn)) is not None]
-        return needed > sum(held.nbytes for held in leaving)
+        return self._needed() > sum(held.nbytes for held in leaving)
 
     def _is_committed(self, turn: str) -> bool:
         with self._lock:
@@ -434,6 +424,11 @@ class Engine:
         self._ledgers.copied(turn, began, time.monotonic())
         self._saving.add(turn)
         self._saver.put(turn, len(held.ids), pieces, snapshot, held.base)
+        for older in self._behind.worth_storing(turn):
+            if not self._saver.room or not self._is_stored(older.turn):
+                break
+            pieces, snapshot = export(self._model, older)
+            self._saver.put(older.turn, len(older.ids), pieces, snapshot, older.base)
 
     def _note_saved(self, saved: Saved) -> None:
         self._saved.append(saved)
@@ -463,7 +458,9 @@ class Engine:
         for turn in lost:
             self._forget(turn)
         while self._unrecorded:
-            self._forget(self._unrecorded.popleft())
+            turn = self._unrecorded.popleft()
+            self._behind.drop(turn)
+            self._forget(turn)
 
     def _may_wait(self, held: Held, error: Exception | None) -> bool:
         """Whether a state that could not be written stays in memory for another attempt."""
@@ -485,6 +482,7 @@ class Engine:
 
     def _forget(self, turn: str) -> None:
         self._hot.take(turn)
+        self._behind.gone(turn)
         with self._lock:
             self._committed.discard(turn)
             self._uncommitted.pop(turn, None)

@@ -16,6 +16,7 @@ from store.blocks import ROWS
 from store.codec.header import CodecError, Piece
 from store.errors import StoreError
 from store.store import Store
+from worker_decode.behind import Behind
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
 from worker_decode.preamble import cut_of
@@ -66,13 +67,20 @@ class Starts:
     """Finds the best verified state for a job. Used by the engine's thread alone."""
 
     def __init__(
-        self, model: Model, store: Store, hot: Hot, inbox: Inbox, local_prefill_tokens: int
+        self,
+        model: Model,
+        store: Store,
+        hot: Hot,
+        inbox: Inbox,
+        local_prefill_tokens: int,
+        behind: Behind | None = None,
     ) -> None:
         self._model = model
         self._store = store
         self._hot = hot
         self._inbox = inbox
         self._local = local_prefill_tokens
+        self._behind = behind
 
     def find(self, job: Job, emitted: Sequence[int] = ()) -> Start:
         """The state to continue from; every candidate's token ids are compared with the prompt's.
@@ -149,15 +157,20 @@ class Starts:
 
     def _from_memory(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
         held = self._hot.get(job.previous) if job.previous else None
+        behind = None
+        if held is None and job.previous and self._behind is not None:
+            held = behind = self._behind.find(job.previous)
         if held is None:
             return None
         if not _leads(held.ids, ids):
             notes.append("the prompt does not continue the state in memory")
             return None
-        self._hot.take(held.turn)
+        if behind is None:
+            self._hot.take(held.turn)
         return Start(
             "hot", held.caches, held.ids, held.schedule, held.rope_delta,
-            base=held.turn if held.stored else held.base, stored=held.stored, held=held,
+            base=held.turn if held.stored else held.base, stored=held.stored,
+            held=held if behind is None else None,
         )  # fmt: skip
 
     def _from_prefix(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from engine.rows import Event
 from scheduler.ledger.notes import Notes
 
 
@@ -83,3 +85,19 @@ class Watch:
             "steps": after.steps - before.steps,
             "of": {**parts, "loop": round(max(0.0, now - self._mark - spent), 6)},
         }
+
+
+def note_forks(notes: Notes, facts: Mapping[str, Any], drafting: str, event: Event) -> None:
+    """Which ways a row's decoding took; `facts` are the batch's, `drafting` says why no drafter."""
+    if any(width > 1 for width in event.widths):
+        notes.fork("decode", "batched")
+    else:
+        notes.fork("decode", "one row", str(facts["reason"]) or "no other row was there")
+    speculation = facts.get("speculation")
+    if speculation is None:
+        notes.fork("drafter", "none", drafting)
+    elif event.drafted:
+        notes.fork("drafter", str(speculation["drafter"]), drafting)
+        notes.facts.update(drafted=event.drafted, accepted=event.accepted)
+    else:
+        notes.fork("drafter", "not used", str(speculation["reason"]) or "slower, or no guess")
