@@ -220,6 +220,7 @@ class Engine:
             **self._finish(handoff, snapshot, notes),
             "schedule": schedule,
             "computed_tokens": stop - begun_at,
+            "kernels": self._model.device.kernels,
             **({"start": first} if first else {}),
             **({"shared": run.inherited} if run.inherited else {}),
             **({"borrowed": begun.borrowed} if begun.borrowed else {}),

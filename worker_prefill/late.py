@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.decode import Batch, Event, Row
+from engine.drafters import Drafter
 from engine.errors import ModelError
 from engine.grammar import Vocabulary
 from engine.model import Caches, Model
@@ -55,9 +56,13 @@ class Late:
         tokenizer: Any,
         max_output_tokens: int,
         working: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        drafter: Drafter | None = None,
+        depth: int = 3,
     ) -> None:
-        """`max_output_tokens` where a request gives no limit; `working` wraps every step."""
+        """`max_output_tokens` where a request gives no limit; `working` wraps every step;
+        `drafter` proposes up to `depth` tokens at a time."""
         self._model = model
+        self._batch = Batch(model, 1, drafter=drafter, depth=depth)
         self._tokenizer = tokenizer
         self._limit = max_output_tokens
         self._working = working
@@ -83,24 +88,17 @@ class Late:
         What `stay` raises passes; the state is lost then. Raises ModelError where a step fails.
         """
         try:
-            batch, uid, answer = self._begin(execution, job, caches, schedule)
+            uid, answer = self._begin(execution, job, caches, schedule)
         except (ModelError, ValueError) as error:
             log.info("%s is not decoded here: %s", job.id, error)
             return None
         began = time.monotonic()
-        last: Event | None = None
-        while last is None:
-            if not stay():
-                last = batch.cancel(uid)
-                break
-            with self._working():
-                events = batch.step()
-            for event in events:
-                if event.finish == "error":
-                    raise ModelError(event.error)
-                answer.say(event)
-                if event.finish is not None:
-                    last = event
+        try:
+            last = self._say(uid, answer, stay)
+        except BaseException:
+            if len(self._batch):
+                self._batch.cancel(uid)
+            raise
         assert last.caches is not None
         return Live(
             last.caches,
@@ -111,15 +109,27 @@ class Late:
             ended="" if last.finish == "cancelled" else str(last.finish),
         )
 
+    def _say(self, uid: int, answer: Answer, stay: Callable[[], bool]) -> Event:
+        """Step to the answer's end, or until it is to move; the row's last event."""
+        while stay():
+            with self._working():
+                events = self._batch.step()
+            for event in events:
+                if event.finish == "error":
+                    raise ModelError(event.error)
+                answer.say(event)
+                if event.finish is not None:
+                    return event
+        return self._batch.cancel(uid)
+
     def _begin(
         self, execution: Execution, job: Job, caches: Caches, schedule: list[list[int]]
-    ) -> tuple[Batch, int, Answer]:
+    ) -> tuple[int, Answer]:
         model, ids = self._model, job.prompt_ids
         params = sampling(job, model.eos_ids, self._limit)
         reader = Reader(job, self._tokenizer, params.stop)
         start = Start("cold", caches, ids[:-1], schedule)
-        batch = Batch(model, 1)
-        uid = batch.add(
+        uid = self._batch.add(
             Row(
                 caches=caches,
                 ids=start.ids,
@@ -130,7 +140,7 @@ class Late:
                 grammar=grammar(job, reader, self._vocabulary),
             )
         )
-        return batch, uid, Answer(execution, job, start, reader, self._tokenizer, model.eos_ids)
+        return uid, Answer(execution, job, start, reader, self._tokenizer, model.eos_ids)
 
     def _vocabulary(self) -> Vocabulary:
         if self._words is None:

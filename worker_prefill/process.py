@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine import drift
 from engine.device import prepare
+from engine.drafters import find_drafter
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
@@ -73,7 +74,16 @@ def run(config: Config, model_dir: Path) -> int:
         late = choice = None
         if config.prefill.handoff == "late":
             tokenizer = load_tokenizer(model_dir)
-            late = Late(model, tokenizer, config.decode.max_output_tokens, pulse.working)
+            decode = config.decode
+            drafter, _ = find_drafter(model, decode.drafter)
+            late = Late(
+                model,
+                tokenizer,
+                decode.max_output_tokens,
+                pulse.working,
+                drafter,
+                decode.draft_tokens,
+            )
             profile = find(model_dir, model.device)
             choice = chooser("late", profile, Nodes(connect(config.redis_url)))
             if profile is None:

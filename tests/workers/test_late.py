@@ -14,6 +14,7 @@ from decode_kit import Node as DecodeKit
 from decode_kit import asking, make_job, replay_of
 from redis_kit import eventually
 
+from engine.drafters import NgramDrafter
 from engine.errors import ModelError
 from engine.model import Model
 from scheduler import staying
@@ -61,7 +62,15 @@ def decode(
 def prefill(loaded: Model, words: Any, links: Links, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(staying, "LOOK", 0.0)
     parked = Parked(2, 1 << 30, 60.0)
-    return Engine(loaded, links, 64, parked, late=Late(loaded, words, 512))
+    late = Late(loaded, words, 512)
+    return Engine(loaded, links, 64, parked, late=late)
+
+
+@pytest.fixture
+def drafting(loaded: Model, words: Any, links: Links, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(staying, "LOOK", 0.0)
+    late = Late(loaded, words, 512, drafter=NgramDrafter(longest=1, shortest=1))
+    return Engine(loaded, links, 64, late=late)
 
 
 def until(count: Callable[[], int], seam: int) -> Staying:
@@ -147,6 +156,19 @@ def test_the_whole_answer_is_said_here_and_ended_there(prefill: Engine, decode: 
     assert finished.result is not None
     assert finished.result.path["path"] == "hot"
     assert decode.said(following) == decode.oracle(following)
+
+
+def test_with_a_drafter_tokens_come_several_at_a_time(
+    drafting: Engine, prefill: Engine, decode: DecodeKit
+) -> None:
+    request = asking(LENGTH)
+    alone = make_job(ids(), request=request)
+    moved(prefill, decode, alone, 0)
+    for seam in (1, 9, 40):
+        job = make_job(ids(), request=request)
+        facts = moved(drafting, decode, job, seam)
+        assert facts["late"]["tokens"] >= seam
+        assert decode.said(job) == decode.said(alone) == decode.oracle(job)
 
 
 def test_only_what_was_added_leaves_at_the_seam(prefill: Engine, decode: DecodeKit) -> None:
