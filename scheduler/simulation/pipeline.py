@@ -50,6 +50,7 @@ class Pipeline:
         self.gaps: Counter[float] = Counter()
         self._after: dict[int, list[Turn]] = {}
         self._gone: list[int] = []
+        self._routes = any(turn.previous is not None for turn in self.turns)
         self.lengths: dict[str, list[tuple[float, int]]] = {}
 
     def run(self) -> None:
@@ -138,6 +139,16 @@ class Pipeline:
             self.rules.release(turn.number, self.clock.now)
             for node in self.prefill:
                 self.clock.at(self.clock.now, node.wake)
+
+    def runs(self, turn: Turn, done: int) -> None:
+        """A prompt is in hand, `done` tokens of it: what a route's forecast asks for."""
+        if self._routes:
+            self.rules.runs(QUEUE, turn.number, done, self.clock.now)
+
+    def stops(self, turn: Turn) -> None:
+        """It is in hand no longer."""
+        if self._routes:
+            self.rules.stops(turn.number)
 
     # --- the link ----------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class PrefillNode:
             return
         length = next_chunk(work.position, stop, work.chunk)
         seconds, now = self.machine.profile.chunk_s(work.position, length), self._sim.clock.now
-        self._sim.rules.runs(QUEUE, work.turn.number, work.position, now)
+        self._sim.runs(work.turn, work.position)
         self.busy.add(now, now + seconds)
         self._sim.clock.at(now + seconds, lambda: self._chunked(length))
 
@@ -118,7 +118,7 @@ class PrefillNode:
                 self._parked[turn.number] = work.position
                 turn.parked += 1
                 sim.release(turn)
-                sim.rules.stops(turn.number)
+                sim.stops(turn)
                 sim.rules.park(QUEUE, self.holder, turn.number, work.position, now)
                 self._work = None
                 self._look()
@@ -131,7 +131,7 @@ class PrefillNode:
         """The state is whole: it goes, or stays to be decoded here."""
         turn, sim = work.turn, self._sim
         turn.prefilled = sim.clock.now
-        sim.rules.stops(turn.number)
+        sim.stops(turn)
         self._work = None
         here = 1 / self.machine.profile.step_s(1, turn.prompt)
         there = 1 / sim.decode[turn.home].step_s()

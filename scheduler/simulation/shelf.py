@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scheduler.simulation.cluster import Shelf, Turn
 from store.environment import LIVE_CEILING
 from store.eviction import STATES_PER_COMMIT
-from store.reuse import Reuse, class_of
+from store.reuse import Class, Reuse, class_of
 
 #: States compared in one step, from the longest unused on.
 SCAN = 256
@@ -21,7 +21,7 @@ class _State:
     fixed: float
     used: float
     saved: float
-    new: int
+    kind: Class
     parent: int | None
     continued: bool = False
 
@@ -79,9 +79,9 @@ class Stock:
         self._make_room(rows + self._fixed, now)
         if parent is not None and parent.turn.number not in self._states:
             rows, parent = self._per_token * tokens, None  # it had to go meanwhile
-        new = turn.prompt - turn.held
+        kind = class_of(turn.depth, turn.prompt - turn.held)
         self._states[turn.number] = _State(
-            turn, tokens, rows, self._fixed, now, now, new, parent.turn.number if parent else None
+            turn, tokens, rows, self._fixed, now, now, kind, parent.turn.number if parent else None
         )
         if parent is not None:
             parent.continued = True
@@ -90,7 +90,7 @@ class Stock:
         self.high = max(self.high, self.used)
         name = str(turn.number)
         before = None if turn.previous is None else str(turn.previous)
-        self.reuse.turned(name, before, class_of(turn.depth, new), now)
+        self.reuse.turned(name, before, kind, now)
 
     def _make_room(self, need: float, now: float) -> None:
         size = self._shelf.size
@@ -112,8 +112,7 @@ class Stock:
         """As the product's evictor ranks: first what a later state continues, then by worth."""
         if state.continued:
             return False, 0.0
-        kind = class_of(state.turn.depth, state.new)
-        return True, self.reuse.worth(kind, now - state.used, state.tokens, int(state.own))
+        return True, self.reuse.worth(state.kind, now - state.used, state.tokens, int(state.own))
 
     def _drop(self, number: int) -> None:
         """Its rows stay for a state that goes on from it."""
