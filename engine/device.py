@@ -46,6 +46,11 @@ class Device:
     mlx: str
     wired: bool = False
 
+    @property
+    def kernels(self) -> str:
+        """Whether a model's own Metal kernels run, or the plain operations in their place."""
+        return "metal" if self.kind == "metal" else "fallback"
+
     def facts(self) -> dict[str, Any]:
         """The same as one flat dictionary, for reports and provenance."""
         return {

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.grammar import Grammar, Vocabulary
+from engine.prefill import append_schedule, expand_schedule
 from engine.rows import Event
 from engine.sampling import SamplingParams
 from scheduler.api.output import Output
@@ -114,11 +115,22 @@ class Answer:
         return {
             "path": self.start.path,
             "held_tokens": self.held_before,
+            "chunks": self._chunks(event),
             "widths": {str(width): count for width, count in event.widths.items()},
             "blocks": {str(length): count for length, count in event.blocks.items()},
             **({"speculation": speculation_of(event)} if event.drafted else {}),
             **({"notes": self.start.notes} if self.start.notes else {}),
         }
+
+    def _chunks(self, event: Event) -> list[list[int]]:
+        """The forwards of prompt tokens that ran here, as [tokens, count]."""
+        chunks: list[list[int]] = []
+        at = 0
+        for length in expand_schedule(event.schedule):
+            if self.held_before <= at and at + length < self.job.prompt_tokens:
+                append_schedule(chunks, length)
+            at += length
+        return chunks
 
 
 def speculation_of(event: Event) -> dict[str, Any]:

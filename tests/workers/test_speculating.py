@@ -81,7 +81,15 @@ def test_answers_in_every_form_are_the_oracles(node: Node, words: Any) -> None:
     assert sum(count["accepted"] for count in counts) > 8
     for finished in ended.values():
         assert finished.result is not None
-        assert max(map(int, finished.result.path["blocks"])) > 1
+        path = finished.result.path
+        assert max(map(int, path["blocks"])) > 1
+        assert path["chunks"] == [[path["chunks"][0][0], 1]]
+        assert path["way"] == {
+            "kernels": "fallback",
+            "rows": "merged",
+            "reason": "",
+            "drafter": "model",
+        }
     facts = node.engine.facts()["decode"]["speculation"]
     assert (facts["drafter"], facts["reason"], facts["batch_reason"]) == ("model", "", "")
 
