@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -90,6 +90,7 @@ class Presence:
         self._url = url
         self._node = node
         self._ttl = ttl
+        self._live: Callable[[], Mapping[str, Any]] = dict
         self._changed = threading.Event()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -110,6 +111,10 @@ class Presence:
         with self._lock:
             self._node = dataclasses.replace(self._node, **changes)
         self._changed.set()
+
+    def watch(self, live: Callable[[], Mapping[str, Any]]) -> None:
+        """Ask for facts that change by themselves, from the thread, each time it publishes."""
+        self._live = live
 
     def stop(self) -> None:
         """Remove the entry and end the thread."""
@@ -132,7 +137,7 @@ class Presence:
         client = connect(self._url, timeout=2.0, patience=0)
         while not self._stopped.is_set():
             self._changed.clear()
-            node = self._node
+            node = dataclasses.replace(self._node, facts={**self._node.facts, **self._live()})
             try:
                 value = pack(dataclasses.asdict(node))
                 client.set(node.key, value, px=int(self._ttl * 1000))

@@ -110,6 +110,7 @@ def run(config: Config, model_dir: Path) -> int:
                 "drift": drift.sample(model),
             },
         )
+        presence.watch(lambda: {"pulses": pulse.pulses})
         log.info("ready: %s on %s", config.model_name, model.device.name)
         try:
             return loop.run()

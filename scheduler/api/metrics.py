@@ -255,6 +255,24 @@ def _nodes(found: Situation) -> Iterator[Metric]:
             if isinstance(value := node.facts.get(fact), int | float):
                 family.add_metric([node.name], value)
         yield family
+    pulses = CounterMetricFamily(
+        "tandem_keepalive_pulses", "Pulses that kept an idle GPU awake", labels=["role", "node"]
+    )
+    drafted = CounterMetricFamily(
+        "tandem_drafted_tokens", "Tokens that a drafter has proposed", labels=["node"]
+    )
+    accepted = CounterMetricFamily(
+        "tandem_accepted_tokens", "Proposed tokens that were the model's own", labels=["node"]
+    )
+    for node in found.nodes:
+        if isinstance(value := node.facts.get("pulses"), int):
+            pulses.add_metric([node.role, node.name], value)
+        if told := (node.facts.get("decode") or {}).get("speculation"):
+            drafted.add_metric([node.name], float(told["drafted"]))
+            accepted.add_metric([node.name], float(told["accepted"]))
+    yield pulses
+    yield drafted
+    yield accepted
 
 
 _STORED = {

@@ -25,6 +25,14 @@ def test_a_node_is_listed_while_it_lives(client: redis.Redis, redis_url: str) ->
         # Refreshed: it outlives its TTL several times over.
         before = client.pttl(found.key)
         eventually(lambda: client.pttl(found.key) > before, "the entry is not refreshed")
+        asked = iter(range(1000))
+        presence.watch(lambda: {"pulses": next(asked)})
+
+        def pulses() -> int:
+            return int(nodes.list()[0].facts.get("pulses", 0))
+
+        eventually(lambda: pulses() > 1, "facts that change by themselves are not told")
+        assert nodes.list()[0].facts["slots"] == 8
     assert nodes.list() == []
     with pytest.raises(TimeoutError, match="has not reported"):
         nodes.wait_for("decode", "m3", 0.0)
