@@ -23,6 +23,7 @@ from scheduler.queue import rq_queue
 from scheduler.record import Job, Result
 from scheduler.redis_client import connect
 from scheduler.serializer import Msgpack
+from scheduler.staying import Choice, Staying
 
 _sends = 0
 _delays: list[float] = []
@@ -46,11 +47,24 @@ def nothing(submitted: float) -> None:
 
 
 class PacedPrefill:
-    """Computes chunks of fixed times; its hand-off takes a fixed time behind them."""
+    """Computes chunks of fixed times; its hand-off takes a fixed time behind them.
 
-    def __init__(self, chunks: Sequence[float], tail_s: float, parks: int = 0) -> None:
+    With `tokens` it begins answers of so many tokens, `step_s` each.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[float],
+        tail_s: float,
+        parks: int = 0,
+        tokens: int = 0,
+        step_s: float = 0.0,
+    ) -> None:
         self._chunks = chunks
         self._tail_s = tail_s
+        self._tokens = tokens
+        self._step_s = step_s
+        self.decodes = bool(tokens)
         self._left = 0.0
         self.parks = parks
         self.gaps: list[float] = []
@@ -71,6 +85,20 @@ class PacedPrefill:
             self.busy.append((start, time.perf_counter()))
         self._left = time.perf_counter()
         return self._tail
+
+    def begin(
+        self, execution: Execution, job: Job, check: Callable[[int], bool], stay: Staying
+    ) -> Callable[[], Mapping[str, Any]]:
+        """All chunks, then the answer's tokens while nothing waits."""
+        tail = self.prefill(execution, job, check)
+        check(job.prompt_tokens - 1)
+        for token in range(self._tokens):
+            if not stay():
+                break
+            time.sleep(self._step_s)
+            execution.emit({"type": "response.output_text.delta", "delta": "x", "ids": [token]})
+        self._left = time.perf_counter()
+        return tail
 
     def _tail(self) -> Mapping[str, Any]:
         time.sleep(self._tail_s)
@@ -95,8 +123,8 @@ class PacedDecode:
         self._rows[execution] = len(execution.replay.ids)
 
     def step(self) -> Sequence[Finished]:
-        """One token for every row."""
-        if self._step_s:
+        """One token for every row; a row that comes with all of its tokens ends at once."""
+        if self._step_s and min(self._rows.values(), default=0) < self._tokens:
             time.sleep(self._step_s)
         ended = []
         for execution, done in list(self._rows.items()):
@@ -135,8 +163,19 @@ def main() -> int:
             )
             worker.work(logging_level="ERROR")
         case "prefill":
-            engine = PacedPrefill(spec["chunks"], spec["tail_s"], spec.get("parks", 0))
-            PrefillLoop(spec["url"], engine, settings=JobsConfig()).run()
+            engine = PacedPrefill(
+                spec["chunks"],
+                spec["tail_s"],
+                spec.get("parks", 0),
+                spec.get("tokens", 0),
+                spec.get("step_s", 0.0),
+            )
+            PrefillLoop(
+                spec["url"],
+                engine,
+                settings=JobsConfig(),
+                choice=lambda job, waiting: Choice(not waiting, "paced"),
+            ).run()
             gaps, busy = engine.gaps, engine.busy
         case _:
             decode = PacedDecode(spec["slots"], spec["step_s"], spec["tokens"])
