@@ -16,6 +16,7 @@ from rq.defaults import RQ_KEY_PREFIX
 from rq.exceptions import NoSuchJobError
 from rq.rate_limit import RateLimitRegistry
 from rq.registry import BaseRegistry, ReadyJobRegistry
+from rq.results import Result
 from rq_dashboard import web
 
 from scheduler.jobs import Jobs
@@ -39,6 +40,20 @@ class Job(rq.job.Job):
     @property
     def dependency_ids(self) -> list[Any]:
         return [_Decodable(name) for name in super().dependency_ids]
+
+    def latest_result(self, timeout: int = 0) -> Result | None:
+        """The result that RQ keeps; ours keep the reason of a failure in the job alone."""
+        found = super().latest_result(timeout)
+        if found is None and self._exc_info:
+            # One without an id counts as none.
+            return Result(
+                self.id,
+                Result.Type.FAILED,
+                connection=self.connection,
+                id="0-0",
+                exc_string=self._exc_info,
+            )
+        return found
 
 
 def page(
