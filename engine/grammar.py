@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -10,9 +11,11 @@ import mlx.core as mx
 import numpy as np
 
 from engine.errors import ModelError
+from store.meter import work
 
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_GRAMMAR = 1 << 20  # bytes of a schema or grammar
+KEPT = 32  # compiled grammars
 
 
 class Vocabulary:
@@ -26,6 +29,40 @@ class Vocabulary:
         self.inner = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(eos_ids) or None
         )
+        self._compiled: OrderedDict[tuple[Kind, str], Any] = OrderedDict()
+        work("vocabularies")
+
+    def matcher(self, kind: Kind, source: str) -> Any:
+        """A matcher at the beginning of a grammar, compiled once for all answers held to it.
+
+        Raises `ModelError` for a grammar that cannot be compiled.
+        """
+        found = self._compiled.get((kind, source))
+        if found is None:
+            found = self._compiled[kind, source] = self._compile(kind, source)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end((kind, source))
+        return found.deep_copy()
+
+    def _compile(self, kind: Kind, source: str) -> Any:
+        from llguidance import LLMatcher
+
+        work("grammar_compiles")
+        try:
+            if kind == "json_schema":
+                made = LLMatcher.grammar_from_json_schema(source)
+            elif kind == "regex":
+                made = LLMatcher.grammar_from_regex(source)
+            else:
+                made = LLMatcher.grammar_from_lark(source)
+            problem = LLMatcher.validate_grammar(made, self.inner)
+        except (ValueError, TypeError) as error:
+            problem = str(error)
+        if problem:
+            line = problem.strip().splitlines()[0]
+            raise ModelError(f"the {kind} cannot be followed ({line}); correct it")
+        return LLMatcher(self.inner, made)
 
 
 class Grammar:
@@ -43,25 +80,10 @@ class Grammar:
         after: int | None = None,
     ) -> None:
         """Raises `ModelError` for a grammar that cannot be compiled."""
-        from llguidance import LLMatcher
-
         source = text if isinstance(text, str) else json.dumps(text)
         if len(source.encode()) > MAX_GRAMMAR:
             raise ModelError(f"the {kind} is larger than {MAX_GRAMMAR} bytes; simplify it")
-        try:
-            if kind == "json_schema":
-                made = LLMatcher.grammar_from_json_schema(source)
-            elif kind == "regex":
-                made = LLMatcher.grammar_from_regex(source)
-            else:
-                made = LLMatcher.grammar_from_lark(source)
-            problem = LLMatcher.validate_grammar(made, vocabulary.inner)
-        except (ValueError, TypeError) as error:
-            problem = str(error)
-        if problem:
-            line = problem.strip().splitlines()[0]
-            raise ModelError(f"the {kind} cannot be followed ({line}); correct it")
-        self._matcher = LLMatcher(vocabulary.inner, made)
+        self._matcher = vocabulary.matcher(kind, source)
         self._size = vocabulary.size
         self._after = after
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
+from store.meter import work
 
 REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 # An incomplete sequence has at most three bytes. More tokens than this without one whole character
@@ -21,6 +22,7 @@ def load_tokenizer(path: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    work("tokenizer_loads")
     try:
         return AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # transformers raises whatever its parsers raise

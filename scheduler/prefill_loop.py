@@ -247,8 +247,9 @@ class PrefillLoop(LoopWorker):
                 log.warning("hand-off of %s failed", job.id, exc_info=error)
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
                 notes.fork("link", "none", facts["error"])
-            self._wait_written(execution)
-            queue = self._route(job)
+            with notes.stage("written"):
+                self._wait_written(execution)
+                queue = self._route(job)
             self.settle(
                 execution,
                 lambda: self.runs.finish_prefill(

@@ -73,7 +73,8 @@ def accept(
     items = items_of(body.input)
     if is_empty(items):
         raise bad(EMPTY, "input")
-    backend.pictures.take_in(items)
+    with notes.stage("pictures"):
+        backend.pictures.take_in(items)
     with notes.stage("shape"):
         shaping = shape(backend.tokenizer, body)
     for _ in range(_TRIES):
@@ -84,11 +85,12 @@ def accept(
             facts.update(tokens=len(prompt.ids) - prompt.shared)
         with notes.stage("place"):
             fields = _job(backend, body, lineage, prompt, model, shaping)
-        fields["request"]["params"]["about"].update(about or {}, session=session)
-        fields["request"]["prompt"]["normalised"] = normalised
-        sessions.steer(backend, owner, session, fields)
-        past = lineage.parent.ids if lineage.parent is not None else ()
-        heads.describe(backend, owner, session, past, fields)
+            fields["request"]["params"]["about"].update(about or {}, session=session)
+            fields["request"]["prompt"]["normalised"] = normalised
+            sessions.steer(backend, owner, session, fields)
+        with notes.stage("compare"):
+            past = lineage.parent.ids if lineage.parent is not None else ()
+            heads.describe(backend, owner, session, past, fields)
         job = NewJob(
             id=response_id(owner, key),
             owner=owner,

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from store.meter import work
+
 _PROBE = "Q1system7c20b5f3d8Q"
 Message = dict[str, Any]
 """One chat message as templates take it: role, content and perhaps tool_calls, name."""
@@ -110,6 +112,7 @@ class Tokenizer:
         from transformers import AutoTokenizer  # slow to import, and only the API needs it
 
         config = _read_json(model_dir / "config.json", required=True)
+        work("tokenizer_loads")
         try:
             hf = AutoTokenizer.from_pretrained(
                 str(model_dir), local_files_only=True, trust_remote_code=False
@@ -158,6 +161,7 @@ class Tokenizer:
         TemplateError with the template's own words where it refuses the messages.
         """
         marks = _Marks(self._spelled, messages, tools)
+        compiled = _compiled()
         try:
             text = self._hf.apply_chat_template(
                 marks.messages,
@@ -171,6 +175,7 @@ class Tokenizer:
             raise TemplateError(f"the model's chat template refuses these messages: {words}") from (
                 error
             )
+        work("template_compiles", _compiled() - compiled)
         return marks.resolve(str(text))
 
     def encode(self, rendering: Rendering | str) -> list[int]:
@@ -279,6 +284,14 @@ class _Marks:
             at = match.end()
         out.append(text[at:])
         return Rendering("".join(out), literals)
+
+
+def _compiled() -> int:
+    """How many templates transformers has compiled in this process so far."""
+    from transformers.utils import chat_template_utils
+
+    told = getattr(chat_template_utils._compile_jinja_template, "cache_info", None)
+    return int(told().misses) if told is not None else 0
 
 
 def _template(found: Any) -> str:

@@ -17,6 +17,10 @@ from scheduler.record import Job
 
 #: What may be left unexplained: this share of the whole, or these seconds where that is more.
 SHARE, SECONDS = 0.02, 0.005
+#: What the control plane may cost: round trips of a request, and more for each forward of its
+#: prompt and each token of its answer (a step that brings tokens is told in one trip); bytes of a
+#: request both ways, for each token of its prompt (four bytes, three times) and of its answer.
+TRIPS, BYTES = (10, 1, 1), (20_000, 12, 600)
 LANES = ("api", "queue", "prefill", "link", "decode", "store")
 _BEHIND = {"queue": 1, "link": 2, "store": 3}
 _GAPS = 5
@@ -245,7 +249,28 @@ def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     for piece in pieces:
         for name in facts:
             facts[name] += int((piece.data.get("facts") or {}).get(name) or 0)
-    return {**facts, "control": control}
+    for piece in pieces:
+        if piece.number("taken") is not None or piece.name == "api":
+            # The step that carried the count could not be in it.
+            control["commands"] += 1
+            control["round_trips"] += 1
+            control["sent"] += len(job.ledger[piece.name])
+    return {**facts, "control": {**control, "budget": _budget(job, pieces, control)}}
+
+
+def _budget(job: Job, pieces: Sequence[Piece], control: Mapping[str, float]) -> dict[str, Any]:
+    """What a request like this may cost in Redis, and whether it did not cost more."""
+    forwards = sum(int(row[-1]) for piece in pieces for row in piece.data.get("chunks") or ())
+    written = _tokens(job)["output"]
+    runs = max(1, sum(piece.number("taken") is not None for piece in pieces) - 1)
+    trips = TRIPS[0] * runs + TRIPS[1] * forwards + TRIPS[2] * written
+    nbytes = BYTES[0] * runs + BYTES[1] * job.prompt_tokens * runs + BYTES[2] * written
+    return {
+        "round_trips": trips,
+        "bytes": nbytes,
+        "within": control["round_trips"] <= trips
+        and control["sent"] + control["received"] <= nbytes,
+    }
 
 
 def _work(pieces: Iterable[Piece]) -> dict[str, int]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from store.codec.header import FORMAT, LAYOUT_VERSION, CodecError
+from store.meter import work
 
 WEIGHTS = (".safetensors", ".gguf", ".npz")
 TEXTS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
@@ -55,6 +56,7 @@ def fingerprint(
     TANDEM_MODELS, or ~/.cache/tandem/models). Raises CodecError where the directory has no
     config or no weights, or a weight file is damaged.
     """
+    work("fingerprints")
     files = _files(model_dir)
     content = _content(model_dir, files, cache_dir)
     digest = hashlib.blake2b(digest_size=16, person=b"tandem model")
