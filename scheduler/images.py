@@ -42,6 +42,29 @@ def parts_of(items: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             yield from (part for part in content if part.get("type") == "input_image")
 
 
+def without_data(request: Mapping[str, Any]) -> dict[str, Any] | None:
+    """An ended job's request without the image files, which its turn has; None without any."""
+    items = request.get("input") or ()
+    if not any(parts_of(items)):
+        return None
+    bare = [
+        {**item, "content": [_bare(part) for part in item["content"]]}
+        if any(parts_of([item]))
+        else item
+        for item in items
+    ]
+    return {**request, "input": bare}
+
+
+def is_bare(items: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether image files were taken out of these items."""
+    return any(part.get("image_url") is None for part in parts_of(items))
+
+
+def _bare(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {**part, "image_url": None} if part.get("type") == "input_image" else dict(part)
+
+
 def images_of(items: Iterable[Mapping[str, Any]]) -> list[bytes]:
     """The image files of stored items, in order. Raises ImageError."""
     return [bytes_of(str(part.get("image_url"))) for part in parts_of(items)]

@@ -16,6 +16,7 @@ import redis
 
 from scheduler import policy, scripts, shadow
 from scheduler.config import JobsConfig
+from scheduler.images import without_data
 from scheduler.jobs import CANCELLED_EVENT
 from scheduler.ledger.clock import Clock
 from scheduler.queue import PREFILL
@@ -248,6 +249,8 @@ class Runs:
             "computed_tokens": result.computed_tokens,
             "reason": result.reason,
         }
+        if (bare := without_data(job.request)) is not None:
+            fields["request"] = pack(bare)  # the record outlives the turn's writing by days
         packed = [pack(dict(event)) for event in (*result.events, last)]
         return self._end(job, result.status, packed, fields, first)
 

@@ -12,6 +12,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import bad, missing
 from scheduler.api.items import split
 from scheduler.api.lineage import divided, is_id
+from scheduler.images import is_bare
 from scheduler.ledger.keeping import thaw
 from scheduler.record import Job, JobNotFound, Status
 from store.turns import Turn
@@ -94,6 +95,10 @@ def job_of(turn: Turn) -> Job:
 def input_items(backend: Backend, job: Job) -> list[dict[str, Any]]:
     """What a request sent: its own items, after those that it repeated of earlier turns."""
     own = list(job.request.get("input") or [])
+    if is_bare(own):
+        with backend.store() as store:
+            turn = store.get_turn(job.id)
+        own = split(turn.id, turn.items)[0] if turn is not None else own
     about = (job.request.get("params") or {}).get("about") or {}
     if job.previous is None or not about.get("stateless"):
         return own

@@ -23,6 +23,7 @@ from engine.sampling import SamplingParams
 from engine.solo import answer
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.images import data_url, images_of
+from scheduler.redis_client import connect
 
 TOKENS = 9
 
@@ -95,6 +96,12 @@ def test_images_are_seen_kept_and_resumed(stack: Running, model: Model) -> None:
     ids = assert_alone(stack, model, first["id"])
     assert sum(token >= SEEN for token in ids) == 64 * 48 // 64
     assert first["usage"]["input_tokens"] == len(ids) - first["usage"]["output_tokens"]
+
+    # The files are kept once, with the turn.
+    with connect(stack.config.redis_url) as client:
+        assert len(client.hget(f"tandem:job:{first['id']}", "request")) < 2000 < len(picture(1))
+    listed = stack.http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    assert listed[0]["content"][1]["image_url"] == picture(1)
 
     stack.saved(first["id"])
     second = stack.post(input="And why?", previous_response_id=first["id"], **body)
