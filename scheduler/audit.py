@@ -18,7 +18,18 @@ from typing import Any, Literal
 log = logging.getLogger("tandem.audit")
 
 Action = Literal[
-    "submit", "resume", "cancel", "delete", "upload", "batch", "dashboard", "owner", "refused"
+    "submit",
+    "resume",
+    "cancel",
+    "delete",
+    "upload",
+    "batch",
+    "dashboard",
+    "owner",
+    "refused",
+    "import",
+    "export",
+    "fork",
 ]
 MAX_BYTES = 16 << 20
 KEPT = 9

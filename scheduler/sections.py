@@ -81,6 +81,9 @@ class ApiConfig(Section):
     )
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
     max_file_mb: Annotated[int, Field(ge=1, le=4096)] = Field(200, description="largest upload")
+    max_bundle_mb: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
+        4096, description="largest file of a conversation with its state"
+    )
     files_gb: Annotated[float, Field(gt=0, le=16384)] = Field(
         4.0, description="all uploaded files, and those that batches write, together"
     )

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -110,9 +111,10 @@ def _export_state(store: Store, turn: Turn, writer: _Writer) -> int:
     return 1
 
 
-def import_conversation(store: Store, path: Path) -> dict[str, int]:
-    """Store what is in the bundle `path`; what is there already is left. Returns counts.
+def import_conversation(store: Store, path: Path, owner: str | None = None) -> dict[str, Any]:
+    """Store what is in the bundle `path`; what is there already is left.
 
+    Returns the conversation's id and counts. `owner`: whose it becomes, instead of whose it was.
     Everything is verified first; nothing is stored if any of it is wrong (StoreError).
     """
     try:
@@ -121,12 +123,12 @@ def import_conversation(store: Store, path: Path) -> dict[str, int]:
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
     try:
-        return _import(store, memoryview(mapped))
+        return _import(store, memoryview(mapped), owner)
     except (CodecError, ValueError, KeyError, TypeError, struct.error) as error:
         raise StoreError(f"{path} is not a whole and undamaged bundle: {error}") from error
 
 
-def _import(store: Store, view: memoryview) -> dict[str, int]:
+def _import(store: Store, view: memoryview, owner: str | None) -> dict[str, Any]:
     conversation: dict[str, Any] = {}
     turns: list[Turn] = []
     objects: dict[bytes, tuple[int, int]] = {}
@@ -144,6 +146,9 @@ def _import(store: Store, view: memoryview) -> dict[str, int]:
             states.append(msgpack.unpackb(body))
         else:
             raise ValueError(f"it has a frame of unknown kind {kind!r}")
+    if owner is not None:
+        conversation["owner"] = owner
+        turns = [replace(turn, owner=owner) for turn in turns]
     store.create_conversation(
         conversation["id"],
         conversation["owner"],
@@ -157,7 +162,8 @@ def _import(store: Store, view: memoryview) -> dict[str, int]:
     for state in states:
         pieces = [_piece(view[slice(*objects[ident])]) for ident in state["objects"]]
         written += store.save_state(state["turn"], pieces[:-1], pieces[-1]).bytes_written
-    return {"turns": len(turns), "states": len(states), "bytes": written}
+    counts = {"turns": len(turns), "states": len(states), "bytes": written}
+    return {"conversation": conversation["id"], **counts}
 
 
 def _frames(view: memoryview) -> Iterator[tuple[bytes, int, int]]:

@@ -68,7 +68,7 @@ class Server:
         self._methods["longest_prefix"] = self._longest_prefix
         self._methods["check"] = lambda **how: store.check(**how).to_dict()
         self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))
-        self._methods["import"] = lambda path: store.import_conversation(Path(path))
+        self._methods["import"] = self._import
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -95,6 +95,9 @@ class Server:
         self._thread.join(5)
         with contextlib.suppress(OSError):
             self.path.unlink()
+
+    def _import(self, path: str, owner: str | None = None) -> dict[str, Any]:
+        return self._store.import_conversation(Path(path), owner)
 
     def _find_state(self, turn_id: str, nearest: bool = False) -> dict[str, Any] | None:
         find = self._store.nearest_state if nearest else self._store.find_state

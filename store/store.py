@@ -383,9 +383,9 @@ class Store:
         """Write a conversation to one file; see `store.bundle.export_conversation`."""
         return export_conversation(self, ident, path)
 
-    def import_conversation(self, path: Path) -> dict[str, int]:
+    def import_conversation(self, path: Path, owner: str | None = None) -> dict[str, Any]:
         """Store a conversation from such a file; see `store.bundle.import_conversation`."""
-        return import_conversation(self, path)
+        return import_conversation(self, path, owner)
 
     def stats(self) -> dict[str, Any]:
         """See `store.statistics.statistics`."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 
+from scheduler.api import conversation_files
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
@@ -57,6 +58,8 @@ def router(backend: Backend) -> APIRouter:
             "last_id": data[-1]["id"] if data else None,
             "has_more": len(records) > limit,
         }
+
+    conversation_files.add_to(routes, backend, conversation_object)
 
     @routes.get("/{conversation_id}")
     def retrieve_conversation(conversation_id: ConversationId) -> dict[str, Any]:

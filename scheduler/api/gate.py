@@ -23,6 +23,7 @@ from scheduler.owners import Owners
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """Say only whether the server lives and could serve, so they need no token."""
 UPLOADS = "/v1/files"
+IMPORT = "/v1/conversations/import"
 COOKIE = "tandem_token"
 _SAFE = ("GET", "HEAD")
 _PAGES = ("/rq", "/metrics")
@@ -42,7 +43,10 @@ class Gate:
         self._rates = Rates()
         self._token = config.api.token
         self._limit = config.api.max_body_mb << 20
-        self._file_limit = config.api.max_file_mb << 20
+        self._uploads = {
+            UPLOADS: (config.api.max_file_mb << 20, "api.max_file_mb"),
+            IMPORT: (config.api.max_bundle_mb << 20, "api.max_bundle_mb"),
+        }
         self._hosts = {"localhost", config.api.host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,10 +60,10 @@ class Gate:
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         caller, fault = self._admit(scope, headers)
         if fault is None and scope["method"] not in _SAFE:
-            if scope["path"].rstrip("/") == UPLOADS:
+            if (upload := self._uploads.get(scope["path"].rstrip("/"))) is not None:
                 # Read as it comes, and never held in memory as a whole.
-                fault = self._too_long(headers, self._file_limit, "api.max_file_mb")
-                receive = _counted(receive, self._file_limit)
+                fault = self._too_long(headers, *upload)
+                receive = _counted(receive, *upload)
             else:
                 fault, receive = await self._whole(headers, receive)
         if fault is not None:
@@ -202,7 +206,7 @@ def _too_large(limit: int, key: str) -> Fault:
     )
 
 
-def _counted(receive: Receive, limit: int) -> Receive:
+def _counted(receive: Receive, limit: int, key: str) -> Receive:
     """`receive` that raises Fault 413 once more than `limit` bytes have come."""
     seen = 0
 
@@ -212,7 +216,7 @@ def _counted(receive: Receive, limit: int) -> Receive:
         if message["type"] == "http.request":
             seen += len(message.get("body", b""))
             if seen > limit:
-                raise _too_large(limit, "api.max_file_mb")
+                raise _too_large(limit, key)
         return message
 
     return counting

@@ -8,7 +8,6 @@ import json
 import re
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -23,7 +22,6 @@ from scheduler.api.said import text_of
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
-from scheduler.api.weave import Answer
 from scheduler.audit import Action
 from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse, worth_resuming
 from scheduler.ledger.arrival import arrived
@@ -175,7 +173,7 @@ def prompt_of(
             parent=lineage.parent,
             tools=shaping.tools,
             options=shaping.options,
-            answers=_shifted(lineage),
+            answers=lineage.answers,
         )
     except TemplateError as error:
         raise bad(str(error), "input") from error
@@ -183,12 +181,6 @@ def prompt_of(
     if len(prompt.ids) >= limit:
         raise _too_long(str(len(prompt.ids)), limit)
     return prompt
-
-
-def _shifted(lineage: Lineage) -> list[Answer]:
-    """The known answers by their places behind the conversation's first items."""
-    first = len(lineage.seed)
-    return [replace(one, start=one.start + first, stop=one.stop + first) for one in lineage.answers]
 
 
 def _too_long(tokens: str, limit: int) -> Fault:

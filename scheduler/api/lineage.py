@@ -13,7 +13,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.items import split
 from scheduler.api.prompt import Parent, messages_of
-from scheduler.api.recall import Recalled, recall
+from scheduler.api.recall import Recalled, own_answers, recall
 from scheduler.api.schema import ResponseRequest
 from scheduler.api.threads import same_answer, same_past
 from scheduler.api.weave import Answer
@@ -29,7 +29,8 @@ class Lineage:
     """What a turn continues: nothing, a conversation's first items, or another turn.
 
     `items` are the turn's own: what the request sent, less what it repeats of earlier turns.
-    `stateless`: the request named no ID. `answers`: what among the items was generated here.
+    `stateless`: the request named no ID. `answers`: what was generated here, by
+    places in `seed` and `items` together.
     """
 
     conversation: str
@@ -60,7 +61,9 @@ def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Linea
     if record is None or not current().may_see(record["owner"]):
         raise missing("Conversation", conversation[:80], "conversation")
     if record["head"] is None:
-        return Lineage(conversation, items, seed=record["items"])
+        return Lineage(
+            conversation, items, seed=record["items"], answers=own_answers(backend, record["items"])
+        )
     seed, added = divided(record)
     return _after_turn(backend, record["head"], [*added, *items], seed)
 

@@ -6,6 +6,7 @@ its instructions, taken out what stood earlier, or merged conversations.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from scheduler.api.threads import answers, same_answer
 from scheduler.api.weave import Answer
 from store.turns import Turn
 
+_OWN = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})(?:_\d+)?\Z")
 MAX_ANSWERS = 64
 """The latest answers of a request that are looked for."""
 
@@ -63,3 +65,31 @@ def recall(backend: Backend, items: Sequence[Item], first: int = 0) -> list[Reca
 def _turn(backend: Backend, name: str) -> Turn | None:
     with backend.store() as store:
         return store.get_turn(name)
+
+
+def own_answers(backend: Backend, items: Sequence[Item]) -> list[Answer]:
+    """The answers among items that bear the ids of ours: those of a fork. Empty without the store.
+
+    What was generated is gone with the conversation that it was generated for.
+    """
+    seams = answers(items)
+    caller, known, found = current(), dict[str, Turn](), list[Answer]()
+    for start, stop in reversed(list(seams)):
+        match = _OWN.match(str(items[start].get("id")))
+        if match is None:
+            continue
+        name = f"resp_{match.group(1)}"
+        try:
+            if name not in known:
+                with backend.store() as store:
+                    if store.get_turn(name) is None:
+                        continue
+                    known |= {turn.id: turn for turn in store.path_of(name)}
+        except Fault:
+            return []
+        turn = known[name]
+        outputs = split(turn.id, turn.items)[1]
+        same = [item.get("id") for item in outputs] == [i.get("id") for i in items[start:stop]]
+        if same and caller.may_see(turn.owner):
+            found.append(Answer(start, stop, turn.output_ids, outputs))
+    return found[::-1]

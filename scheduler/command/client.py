@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 from urllib.parse import quote
 
 import httpx
@@ -14,6 +14,8 @@ import httpx
 from scheduler.config import Config
 
 URL = "TANDEM_URL"
+TRANSFER = 660.0
+"""Seconds without a byte after which a transfer of a whole conversation is given up."""
 
 
 class ClientError(Exception):
@@ -104,6 +106,39 @@ class Client:
     def delete_conversation(self, conversation: str) -> dict[str, Any]:
         """Delete a conversation with everything in it."""
         return self._call("DELETE", f"/v1/conversations/{_segment(conversation)}")
+
+    def fork_conversation(self, conversation: str, response: str | None) -> dict[str, Any]:
+        """A new conversation that begins as this one, up to a response."""
+        body = {"response_id": response} if response else {}
+        return self._call("POST", f"/v1/conversations/{_segment(conversation)}/fork", json=body)
+
+    def export_conversation(self, conversation: str, file: IO[bytes]) -> int:
+        """Write a conversation with its state to `file`; returns the bytes."""
+        path = f"/v1/conversations/{_segment(conversation)}/export"
+        written = 0
+        try:
+            with self._http.stream("GET", path, timeout=TRANSFER) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refused(answer)
+                for chunk in answer.iter_bytes(1 << 20):
+                    written += file.write(chunk)
+                if written != int(answer.headers["content-length"]):
+                    raise ClientError("the file was cut short on its way: try again")
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        return written
+
+    def import_conversation(self, file: IO[bytes]) -> dict[str, Any]:
+        """Store a conversation from a file that an export gave."""
+        chunks = iter(lambda: file.read(1 << 20), b"")
+        return self._call(
+            "POST",
+            "/v1/conversations/import",
+            content=chunks,
+            headers={"content-type": "application/octet-stream"},
+            timeout=TRANSFER,
+        )
 
     def items(self, conversation: str) -> list[dict[str, Any]]:
         """All items of a conversation, oldest first."""

@@ -1,29 +1,38 @@
-"""`tandem conversations`: list, rename, pin and delete what is stored."""
+"""`tandem conversations`: list, show, rename, pin, fork, export, import and delete."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+from rich import progress
 from rich.console import Console
 from rich.table import Table
 
 from scheduler.command.client import Client, ClientError
-from scheduler.command.jobs import age, client_flags, client_for, print_json
+from scheduler.command.jobs import age, client_flags, client_for, print_json, run_show
 
 TITLE = "title"
 """The metadata key under which a conversation's name is kept."""
 
 _TEXT = """\
-List, rename, pin and delete conversations. `tandem show ID` shows one with everything said in it;
-`tandem store export` and `tandem store import` move conversations with their state.
+List, show, rename, pin, fork, export, import and delete conversations.
 
   tandem conversations
+  tandem conversations show conv_77b0...
   tandem conversations rename conv_77b0... "Sky and sunset"
   tandem conversations pin conv_77b0...
+  tandem conversations fork conv_77b0... --at resp_3f2a...
+  tandem conversations export conv_77b0... sky.tandem
+  tandem conversations import sky.tandem
   tandem conversations delete conv_77b0...
+
+An exported file holds what was said, the exact token ids and the stored state, so that another
+Tandem with the same model goes on without computing anything again.
 """
 
 
@@ -38,6 +47,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run_list)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, summary, run in (
+        ("show", "everything said in it", run_show_one),
+        ("fork", "begin a new conversation with what was said in it", run_fork),
+        ("export", "write it to a file, with token ids and state", run_export),
+        ("import", "store a conversation from such a file", run_import),
         ("rename", "give it a title", run_rename),
         ("pin", "keep its state whatever else is evicted", run_pin),
         ("unpin", "let its state be evicted again", run_unpin),
@@ -48,7 +61,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             name, help=summary, description=summary, argument_default=argparse.SUPPRESS
         )
         client_flags(action)
-        action.add_argument("id", metavar="ID", help="conv_...")
+        if name != "import":
+            action.add_argument("id", metavar="ID", help="conv_...")
+        if name in ("export", "import"):
+            action.add_argument("file", metavar="FILE", type=Path, help="the file")
+        if name == "fork":
+            action.add_argument("--at", metavar="RESPONSE", default=None, help="up to this answer")
         if name == "rename":
             action.add_argument("title", metavar="TITLE", help='"" takes the title away')
         if name == "delete":
@@ -90,6 +108,63 @@ def run_rename(args: argparse.Namespace) -> int:
         return _tell(args, client.update_conversation(args.id, metadata=metadata))
 
 
+def run_show_one(args: argparse.Namespace) -> int:
+    """Show a conversation."""
+    _check(args.id)
+    return run_show(args)
+
+
+def run_fork(args: argparse.Namespace) -> int:
+    """Fork a conversation; print the new one's ID."""
+    with client_for(args) as client:
+        _conversation(args, client)
+        made = client.fork_conversation(args.id, args.at)
+    if args.json:
+        return print_json(made)
+    print(made["id"])
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Export a conversation to a new file, for its user alone."""
+    partial = args.file.with_name(f".{args.file.name}.part")
+    with client_for(args) as client:
+        _conversation(args, client)
+        try:
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                size = client.export_conversation(args.id, file)
+            os.link(partial, args.file)  # fails rather than replace a file
+        except OSError as error:
+            raise ClientError(f"{args.file} cannot be written: {error.strerror}", 2) from error
+        finally:
+            partial.unlink(missing_ok=True)
+    if args.json:
+        return print_json({"id": args.id, "file": str(args.file), "bytes": size})
+    print(f"{args.id}: {size:,} bytes in {args.file}")
+    return 0
+
+
+def run_import(args: argparse.Namespace) -> int:
+    """Import a conversation from a file, with a bar where somebody looks on."""
+    with client_for(args) as client:
+        try:
+            quiet = not sys.stderr.isatty()
+            console = Console(stderr=True)
+            with progress.open(
+                args.file, "rb", description="sending", disable=quiet, console=console
+            ) as file:
+                made = client.import_conversation(file)
+        except OSError as error:
+            raise ClientError(f"{args.file} cannot be read: {error.strerror}", 2) from error
+    if args.json:
+        return print_json(made)
+    counts = made["imported"]
+    print(f"{made['id']}: {counts['turns']} turns, {counts['states']} states, "
+          f"{counts['bytes']:,} bytes stored")  # fmt: skip
+    return 0
+
+
 def run_pin(args: argparse.Namespace) -> int:
     """Pin a conversation."""
     return _pin(args, True)
@@ -118,9 +193,13 @@ def _pin(args: argparse.Namespace, pinned: bool) -> int:
         return _tell(args, client.update_conversation(args.id, pinned=pinned))
 
 
+def _check(ident: str) -> None:
+    if not ident.startswith("conv_"):
+        raise ClientError(f"{ident!r} is no conversation's ID: it begins with conv_", 2)
+
+
 def _conversation(args: argparse.Namespace, client: Client) -> dict[str, Any]:
-    if not args.id.startswith("conv_"):
-        raise ClientError(f"{args.id!r} is no conversation's ID: it begins with conv_", 2)
+    _check(args.id)
     return client.conversation(args.id)
 
 

@@ -83,6 +83,10 @@ class ApiNode(Stack):
 
     def open_store(self) -> Store:
         self.node = Node(self._model, load_tokenizer(self._path), self.dir)
+        layout = self._model.layout
+        self.node.store.serve(
+            self._model.fingerprint, layout.block_tokens, rows_alone=layout.rows_alone
+        )
         return self.node.store
 
     def make_workers(self) -> Workers:

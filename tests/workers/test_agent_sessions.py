@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from redis_kit import Server
 
 from engine.device import prepare
 from engine.model import Model, load
+from engine.prefill import expand_schedule
 from scheduler.api.prompt import common_prefix
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
@@ -108,11 +110,17 @@ class Client:
         return told["id"], {"role": "assistant", "content": parts[0]["text"]}, cached
 
 
+def last_end(ends: list[int], limit: int) -> int:
+    """The last end of a forward at or before a token."""
+    return max((end for end in ends if end <= limit), default=0)
+
+
 def replay(stack: ApiNode, session: Path, dialect: str, *, stored: bool = True) -> list[str]:
     """Run the session; the paths that the states came by."""
     client = Client(stack, dialect)
     answers: dict[tuple[str, ...], Message] = {}
     turns: list[list[int]] = []
+    forwards: list[list[int]] = []
     paths = []
     # A conversation of its own, whatever ran before.
     opening = f"Session {dialect} {stored} of {session.stem}.\n"
@@ -131,6 +139,11 @@ def replay(stack: ApiNode, session: Path, dialect: str, *, stored: bool = True) 
         whole = [len(ids) - 1 for ids, n in zip(turns, shared, strict=True) if n >= len(ids) - 1]
         if not stored:  # in memory is the state after the latest turn alone
             whole = [n for n in whole if n == len(turns[-1]) - 1]
+        else:  # rows can be cut where a forward ended, in whole blocks
+            block = stack.node.model.layout.block_tokens
+            whole += [
+                last_end(ends, n - n % block) for ends, n in zip(forwards, shared, strict=True)
+            ]
         assert cached >= max(whole, default=0), f"call {number} computes what is stored"
         assert cached <= max(shared, default=0), f"call {number} claims what nobody has"
         if number and stored:
@@ -143,6 +156,7 @@ def replay(stack: ApiNode, session: Path, dialect: str, *, stored: bool = True) 
         paths.append(facts["path"])
         answers[tuple(parts)] = answer
         turns.append(stack.store.turn_ids(response))
+        forwards.append(list(accumulate(expand_schedule(turn.schedule))))
         if stored:
             stack.node.settle()
     return paths
