@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from architectures import restore, save
 from mlx.utils import tree_flatten
 
 from engine.decode import Batch
+from engine.drafters import NgramDrafter
 from engine.errors import ModelError
 from engine.images import embed
 from engine.model import Model, widen
@@ -209,6 +211,48 @@ def test_a_later_turn_brings_an_image(name: str) -> None:
     for a, b in zip(whole.caches, turn.caches, strict=True):
         for x, y in zip(a.state, b.state, strict=True):
             assert np.allclose(np.array(x), np.array(y), atol=1e-4)
+
+
+class Knows(NgramDrafter):
+    """Proposes the known answer to a prompt of so many tokens, every fourth token wrong."""
+
+    def __init__(self, prompt: int, known: list[int]) -> None:
+        super().__init__()
+        self.prompt = prompt
+        self.known = known
+
+    def fresh(self) -> Knows:
+        return Knows(self.prompt, self.known)
+
+    def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
+        at = len(ids) + 1 - self.prompt
+        found = self.known[at : at + count]
+        return [t if (at + i) % 4 else (t + 1) % 400 for i, t in enumerate(found)]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_proposals_after_an_image_stand_at_its_positions(name: str) -> None:
+    model = build(name)
+    ids = with_image(30, 20)
+    params = SamplingParams(max_tokens=16)
+    seen = embed(model, ids, media(4))
+    known = answer(model, ids, (), params, embedded=seen).tokens
+    batch = Batch(model, 2, drafter=Knows(len(ids), known), depth=4, clock=lambda: 0.0)
+    uids = []
+    for _ in range(2):  # once alone, then merged
+        run = Prefill(model, ids, embedded=seen)
+        run.run()
+        uids.append(
+            batch.add(Row(run.caches, ids[:-1], ids[-1:], params, rope_delta=run.rope_delta))
+        )
+        if len(uids) == 1:
+            tokens = [event.token for _ in range(4) for event in batch.step()]
+    said: dict[int, list[int | None]] = {uids[0]: tokens, uids[1]: []}
+    while len(batch):
+        for event in batch.step():
+            said[event.uid].append(event.token)
+    assert list(said.values()) == [known, known]
+    assert batch.facts["speculation"]["accepted"] > 8
 
 
 def test_images_that_do_not_fit_are_refused(small: Model) -> None:

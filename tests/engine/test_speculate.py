@@ -202,6 +202,8 @@ def test_rows_in_a_batch_are_verified_together(name: str) -> None:
     uids = [batch.add(row(model, *each)) for each in zip(talks, params, strict=True)]
     events = drain(batch)
     facts = batch.facts["speculation"]
+    assert batch._speculation is not None
+    assert not batch._speculation._followers, "a row that has gone is still followed"
     for uid, ids, answered in zip(uids, talks, known, strict=True):
         assert tokens(events[uid]) == answered
         last = events[uid][-1]
