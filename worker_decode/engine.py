@@ -370,7 +370,7 @@ class Engine:
         """Save idle conversations and make room; True when more is to do at once."""
         self._collect()
         if self._lending is not None:
-            self._lending.serve(self._hot)
+            self._lending.serve(self._hot, self._behind)
         now = time.monotonic()
         if now < self._next_look and not self._memory.wanted:
             return False

@@ -16,12 +16,18 @@ from store.store import Store
 from transport.errors import LinkError
 from transport.protocol import Ask
 from transport.sink import Loan
+from worker_decode.behind import Behind
 from worker_decode.hot import Hot
 from worker_decode.memory import Memory
-from worker_decode.states import whole
+from worker_decode.states import Copy
 
 _SLACK = 1 << 20
 """Room for what a snapshot holds beyond the layout's estimate."""
+
+
+_AT_ONCE = 64 << 20
+"""Bytes of rows that are copied between two steps: those who wait for their tokens wait on."""
+_ALL = 1 << 62
 
 
 @dataclass
@@ -32,6 +38,7 @@ class _Wish:
     given_up: bool = False
     answered: threading.Event = field(default_factory=threading.Event)
     pieces: list[Piece] | None = None
+    copy: Copy | None = None
 
 
 class Lending:
@@ -79,13 +86,26 @@ class Lending:
         finally:
             self._memory.release(reserved)
 
-    def serve(self, hot: Hot) -> None:
-        """Copy what is asked for out of the model's memory. Called between two steps."""
+    def serve(self, hot: Hot, behind: Behind) -> None:
+        """Copy some of what is asked for out of the model's memory. Called between two steps."""
         while self._wishes:
-            wish = self._wishes.popleft()
+            wish = self._wishes[0]
             held = hot.get(wish.turn)
-            if held is not None and not wish.given_up:
-                wish.pieces = whole(self._model, held)
+            if wish.copy is None and held is not None:
+                wish.copy = Copy(self._model, held)
+            # Whoever has gone on with the state meanwhile has changed it.
+            if wish.given_up or wish.copy is None or held is not wish.copy.held:
+                wish.copy = None
+                left = None if wish.given_up else behind.find(wish.turn)
+                if left is not None:  # its rows are another turn's, which may go on after this
+                    wish.copy = Copy(self._model, left)
+                    wish.copy.more(_ALL)
+                    wish.pieces = wish.copy.pieces
+            elif not wish.copy.more(_AT_ONCE):
+                return
+            else:
+                wish.pieces = wish.copy.pieces
+            self._wishes.popleft()
             wish.answered.set()
 
     def _from_memory(self, ask: Ask) -> Loan | None:

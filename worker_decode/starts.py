@@ -134,11 +134,13 @@ class Starts:
         if not job.previous or type(lent) is not int or not stop <= lent < len(ids):
             raise CodecError("it does not say what it continues: recompute it")
         held = self._hot.get(job.previous)
+        if held is None and self._behind is not None:
+            held = self._behind.find(job.previous)
         if held is not None and len(held.ids) >= stop:
             rows = beginning(self._model, held, stop)
             start = _start("extended", restore(self._model, [*rows, *pieces], ids))
             start.base, start.stored = held.turn if held.stored else held.base, held.stored
-            start.held = self._hot.take(held.turn)
+            start.held = self._hot.take(held.turn)  # one that is behind another stays there
         else:
             fingerprint = self._model.fingerprint
             found = self._store.nearest_state(job.previous, fingerprint)

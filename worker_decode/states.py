@@ -146,16 +146,33 @@ def export(model: Model, held: Held) -> tuple[list[Piece], Piece]:
     return pieces, exporter.snapshot(held.caches, extra)
 
 
-def whole(model: Model, held: Held) -> list[Piece]:
-    """All of a state, snapshot last: copied out of the model's memory, on the engine's thread."""
-    exporter = Exporter(model.layout, held.ids)
-    rows = exporter.rows(held.caches, len(held.ids), last=True)
-    extra = {"schedule": held.schedule, "rope_delta": held.rope_delta}
-    return [*rows, exporter.snapshot(held.caches, extra)]
+class Copy:
+    """A whole state on its way out of the model's memory; used on the engine's thread."""
+
+    def __init__(self, model: Model, held: Held) -> None:
+        """`held` must stay as it is until the copy is complete."""
+        self.held = held
+        self.pieces: list[Piece] = []
+        self._layout = model.layout
+        self._exporter = Exporter(model.layout, held.ids)
+
+    def more(self, nbytes: int) -> bool:
+        """Copy rows of about so many bytes, and after the last ones the snapshot; True then."""
+        layout, held, exporter = self._layout, self.held, self._exporter
+        block = layout.block_tokens
+        step = max(1, nbytes // max(1, layout.row_bytes * block)) * block
+        stop = min(len(held.ids), exporter.position + step)
+        last = stop == len(held.ids)
+        ends = ends_of(held.schedule)
+        self.pieces += exporter.rows(held.caches, stop, last=last, ends=ends)
+        if last:
+            extra = {"schedule": held.schedule, "rope_delta": held.rope_delta}
+            self.pieces.append(exporter.snapshot(held.caches, extra))
+        return last
 
 
 def beginning(model: Model, held: Held, stop: int) -> list[Piece]:
-    """The rows of the first `stop` tokens of a state; as `whole`."""
+    """The rows of the first `stop` tokens of a state, copied out on the engine's thread."""
     return Exporter(model.layout, held.ids).rows(held.caches, stop, last=True)
 
 

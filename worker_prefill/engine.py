@@ -254,9 +254,13 @@ class Engine:
         cuts = (cut_of(job, self._model.layout),)
         kept = self._parked.take(ids, job.owner)
         known = self._lent.pop(job.id, 0)
+        # A shared preamble is no match for what the decode node has.
+        if job.extends and (kept is None or kept.position < job.held_tokens):
+            lent = self._borrow(execution, job, ids)
+            if lent is not None:
+                return lent
         if kept is None:
-            lent = self._borrow(execution, job, ids) if job.extends else None
-            return lent or _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts))
+            return _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts))
         log.info("going on from token %d of %d", kept.position, len(ids))
         delta = kept.offset
         run = Prefill(

@@ -61,7 +61,7 @@ def make_job(ids: Sequence[int], *, ident: str | None = None, **fields: Any) -> 
         b"prompt_tokens": str(len(ids)).encode(),
         b"request": pack(fields.pop("request", {"input": [{"role": "user", "content": "?"}]})),
     }
-    for name in ("handoff", "route"):
+    for name in ("handoff",):
         if fields.get(name) is not None:
             raw[name.encode()] = pack(fields.pop(name))
     raw |= {name.encode(): str(value).encode() for name, value in fields.items() if value}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import Node, asking, make_job
+from decode_kit import Node, asking, contents, make_job
 from redis_kit import eventually
 from tiny_models import prompt
 
@@ -28,6 +28,7 @@ from store.codec.header import CodecError
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from transport.sink import Loan
+from worker_decode.states import Copy
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
 from worker_prefill.parked import Parked
@@ -67,7 +68,7 @@ class Pair:
         # What the decode worker's own thread does between two steps. The test's thread is in the
         # prefill engine then, so nobody else touches the states.
         while not self._stop.wait(0.01):
-            self.node.lending.serve(self.node.engine._hot)
+            self.node.lending.serve(self.node.engine._hot, self.node.engine._behind)
 
     def close(self) -> None:
         self._stop.set()
@@ -77,7 +78,8 @@ class Pair:
         self.receiver.close()
         assert self.receiver.stats()["transfers"] == 0
         assert len(self.links._loans) == 0
-        assert self.node.memory.used == self.node.engine._hot.nbytes
+        behind = sum(left.nbytes for left in self.node.engine._behind._left.values())
+        assert self.node.memory.used == self.node.engine._hot.nbytes + behind
         self.node.close()
         self.client.close()
 
@@ -90,9 +92,7 @@ class Pair:
     def next_turn(self, first: Job, ids: list[int], new: int = NEW, **more: Any) -> Job:
         """A job that the prefill node is to extend."""
         more = {"previous": first.id, "held_tokens": len(ids) - 1, **more}
-        return make_job(
-            [*ids, *prompt(new, seed=5)], request=asking(8), route={"extend": "prefill"}, **more
-        )
+        return make_job([*ids, *prompt(new, seed=5)], request=asking(8), extend="prefill", **more)
 
     def extend(
         self, job: Job, check: Callable[[int], bool] = lambda position: False
@@ -105,7 +105,7 @@ class Pair:
             facts = {"path": "none", "error": str(error)}
         again = make_job(
             job.prompt_ids, ident=job.id, request=job.request, previous=job.previous,
-            held_tokens=job.held_tokens, route=job.route, handoff=facts,
+            held_tokens=job.held_tokens, extend=job.extend, handoff=facts,
         )  # fmt: skip
         return again, facts
 
@@ -178,6 +178,15 @@ def test_a_state_that_is_gone_is_computed_from_its_start(plain: Pair) -> None:
     assert path_of(plain.finish(job))["path"] == "cold"
 
 
+def test_a_branch_of_a_turn_that_has_gone_on_is_extended_too(plain: Pair) -> None:
+    first, ids = plain.first_turn()
+    on = make_job([*ids, *prompt(40, seed=6)], request=asking(4), previous=first.id)
+    plain.finish(on)
+    job, facts = plain.extend(plain.next_turn(first, ids))
+    assert facts["borrowed"]["tokens"] == len(ids) - 1
+    assert path_of(plain.finish(job))["path"] == "extended"
+
+
 @pytest.mark.parametrize("place", ["hot", "stored"])
 def test_rows_that_went_meanwhile_are_computed_again(plain: Pair, place: str) -> None:
     first, ids = plain.first_turn()
@@ -195,6 +204,19 @@ def test_rows_that_went_meanwhile_are_computed_again(plain: Pair, place: str) ->
     finished = plain.node.run(plain.node.execution(job))
     assert path_of(finished)["path"] == "recomputed"
     assert any("not here any more" in note for note in path_of(finished)["notes"])
+
+
+def test_a_state_is_copied_between_steps(plain: Pair) -> None:
+    first, _ = plain.first_turn()
+    held = plain.node.engine._hot.get(first.id)
+    assert held is not None
+    at_once, slowly = Copy(plain.model, held), Copy(plain.model, held)
+    assert at_once.more(1 << 30)
+    steps = 1
+    while not slowly.more(1):
+        steps += 1
+    assert steps == -(-len(held.ids) // plain.model.layout.block_tokens)
+    assert contents(slowly.pieces) == contents(at_once.pieces)
 
 
 def breaks(pair: Pair, at: int, how: Callable[[], None]) -> None:
