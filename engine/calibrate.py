@@ -23,6 +23,8 @@ PLANS: dict[str, tuple[list[int], int, list[int], list[int]]] = {
     "metal": ([512, 1024, 2048, 4096, 8192], 8192, [1, 2, 4, 8, 16], [256, 4096, 16384]),
     "cpu": ([64, 128, 256, 512], 512, [1, 2, 4, 8], [64, 512]),
 }
+LONGER = 4  # times as long a prompt is measured once
+_SPAN = 4096  # tokens over which the size of a state is told
 STEPS = 8  # decode steps per measurement
 ROUNDS = 3  # every measurement is made so often, in turn, and the least disturbed one counts
 
@@ -92,6 +94,15 @@ def measure(
     for chunk, rate in best.items():
         prefills.append({"chunk": chunk, "context": tokens, "rate": rate})
         say(f"prefill, chunk {chunk:>5}: {rate:9.1f} tokens/s")
+    # A longer prompt, once and with the best chunk: how attention's part grows with the length.
+    longer = min(LONGER * tokens, model.context_length - 1)
+    if best and longer > tokens:
+        chunk = max(best, key=lambda size: best[size])
+        begin = time.perf_counter()
+        Prefill(model, token_ids(model, longer + 1, 1), chunk=chunk).run()
+        rate = longer / (time.perf_counter() - begin)
+        prefills.append({"chunk": chunk, "context": longer, "rate": rate})
+        say(f"prefill of {longer} tokens: {rate:9.1f} tokens/s")
     decodes: list[dict[str, float]] = []
     for context in contexts:
         if context + ROUNDS * STEPS >= model.context_length:
@@ -114,4 +125,7 @@ def measure(
     compiled = compare(model)
     say(f"a compiled decode step is not used: {compiled['reason']}")
     device = model.device
-    return Profile(device.name, device.mlx, device.dtype, prefills, decodes, compiled)
+    fixed = model.layout.state_bytes(0)
+    per_token = (model.layout.state_bytes(_SPAN) - fixed) / _SPAN
+    state = {"fixed": float(fixed), "per_token": per_token}
+    return Profile(device.name, device.mlx, device.dtype, prefills, decodes, compiled, state)

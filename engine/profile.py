@@ -23,8 +23,9 @@ class Profile:
     """What `tandem calibrate` measured. Rates are tokens per second.
 
     `prefill` has {chunk, context, rate}, `decode` {width, context, rate} with the width of a merged
-    batch, `compiled` what a compiled decode step gave beside a plain one. `device`, `mlx` and
-    `dtype` say where; elsewhere the profile does not count.
+    batch, `compiled` what a compiled decode step gave beside a plain one, `state` the bytes of a
+    state: `fixed`, and `per_token` more. `device`, `mlx` and `dtype` say where; elsewhere the
+    profile does not count.
     """
 
     device: str
@@ -33,6 +34,7 @@ class Profile:
     prefill: list[dict[str, float]] = field(default_factory=list)
     decode: list[dict[str, float]] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, float] = field(default_factory=dict)
 
     @property
     def chunk(self) -> int:

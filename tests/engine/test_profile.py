@@ -81,7 +81,11 @@ def test_an_unwritable_directory_is_one_line(tmp_path: Path, device: Device) -> 
 def test_what_is_measured_is_what_is_used(small: Model, tmp_path: Path) -> None:
     profile = measure(small, [32, 64], 128, [1, 2, 4], [32])
     assert {point["chunk"] for point in profile.prefill} == {32, 64}
+    assert sorted(point["context"] for point in profile.prefill)[-2:] == [128, 512]
     assert {point["width"] for point in profile.decode} == {1, 2, 4}
+    layout = small.layout
+    expected = profile.state["fixed"] + 1000 * profile.state["per_token"]
+    assert layout.state_bytes(1000) == pytest.approx(expected, rel=0.01)
     assert all(point["rate"] > 0 for point in profile.prefill + profile.decode)
     record(tmp_path, dataclasses.replace(profile, decode=[]))
     model = Model(tmp_path, small.model, small.config, small.device, b"0" * 16)
