@@ -34,9 +34,9 @@ Progress = Callable[[str, int, int], None]
 def resolve(name: str, models_dir: Path, progress: Progress | None = None) -> Path:
     """The directory of the model `name`, fetched first if need be.
 
-    `name` is the default model's name, an existing directory, or `owner/name` on the Hugging Face
-    hub. `progress(stage, done, total)` is called with the stages "download" (bytes), "verify"
-    (bytes) and "convert" (steps). Two processes may ask at once: one works, the other waits for it.
+    `name` is the default model's name, an existing directory, the name of one in `models_dir`, or
+    `owner/name` on the Hugging Face hub. `progress(stage, done, total)` is called with the stages
+    "download" (bytes), "verify" (bytes) and "convert" (steps). Two processes may ask at once: one works, the other waits for it.
     Never imports MLX. Raises `ModelError` with the cause and the cure in one line.
     """
     report = progress or (lambda stage, done, total: None)
@@ -46,6 +46,9 @@ def resolve(name: str, models_dir: Path, progress: Progress | None = None) -> Pa
     if name and path.is_dir():
         check(path)
         return path.resolve()
+    if name and os.sep not in name and (models_dir.expanduser() / name).is_dir():
+        check(models_dir.expanduser() / name)
+        return (models_dir.expanduser() / name).resolve()
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _from_hub(name)
     raise ModelError(

@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import sys
 import tempfile
 import tomllib
@@ -22,7 +23,14 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from scheduler.owners import FILE as OWNERS
-from scheduler.passwords import ConfigError, Passwords, User, with_password, without_password
+from scheduler.passwords import (
+    ConfigError,
+    Passwords,
+    User,
+    with_password,
+    without_password,
+    write_private,
+)
 from scheduler.sections import (
     ApiConfig,
     DecodeConfig,
@@ -247,6 +255,37 @@ def _refuse_open_redis(config: Config) -> None:
             f"redis.url = {redis.url!r} is on another machine and has no password: set "
             "redis.password_file, or put the password into REDIS_URL"
         )
+
+
+def find_model(config: Config) -> Path | None:
+    """The directory of the configured model's files where they are here; nothing is fetched."""
+    if config.model_dir is not None:
+        return config.model_dir if config.model_dir.is_dir() else None
+    for path in (Path(config.model).expanduser(), config.models_dir / config.model):
+        if path.is_dir():
+            return path.absolute()
+    return None
+
+
+def keep_model(file: Path, name: str) -> None:
+    """Write `model = "NAME"` into a configuration file, and change nothing else in it.
+
+    Raises ConfigError where it cannot be written.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        top = next((n for n, line in enumerate(lines) if line.lstrip().startswith("[")), len(lines))
+        at = [n for n, line in enumerate(lines[:top]) if re.match(r"\s*model\s*=", line)]
+        line = f"model = {json.dumps(name)}"
+        if at:
+            lines[at[0]] = line
+        else:
+            lines.insert(0, line)
+        text = "\n".join(lines) + "\n"
+        tomllib.loads(text)
+        write_private(file, text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be changed: {error}") from None
 
 
 def resolved_environment(config: Config) -> dict[str, str]:

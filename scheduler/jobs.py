@@ -151,6 +151,8 @@ class Jobs:
                 raise QueueFull(
                     f"{self.settings.max_waiting} jobs wait in {queue!r} already: try again later"
                 )
+            case "paused":
+                raise QueueFull(f"nothing is accepted now: {detail.decode()}", retry_after=15.0)
             case "owner full":
                 raise QueueFull(
                     f"{new.owner_waiting} of your jobs wait already, which is your limit: try "
@@ -206,7 +208,7 @@ class Jobs:
             "iso": shadow.iso_now(),
             "cancelled": [pack(CANCELLED_EVENT)],
             "keep": int(self.settings.result_days * 86_400),
-            "shadow_ttl": shadow.SHADOW_TTL,
+            "shadow_ttl": shadow.ttl(self.settings.result_days),
         }
         status = scripts.call(self.client, "cancel", args).decode()
         if not status:

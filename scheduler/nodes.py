@@ -135,6 +135,7 @@ class Presence:
 
     def _run(self) -> None:
         client = connect(self._url, timeout=2.0, patience=0)
+        away = False
         while not self._stopped.is_set():
             self._changed.clear()
             node = dataclasses.replace(self._node, facts={**self._node.facts, **self._live()})
@@ -142,9 +143,14 @@ class Presence:
                 value = pack(dataclasses.asdict(node))
                 client.set(node.key, value, px=int(self._ttl * 1000))
             except AWAY as error:
-                log.warning("presence: Redis is away (%s)", error)
+                if not away:  # once: an outage may last for days
+                    log.warning("presence: Redis is away (%s)", error)
+                away = True
                 self._stopped.wait(0.3)
                 continue
+            if away:
+                log.info("presence: Redis is back")
+                away = False
             self._changed.wait(self._ttl / 3)
         try:
             # A successor may have taken the name already: its entry stays.

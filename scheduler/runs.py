@@ -323,7 +323,7 @@ class Runs:
         return {
             "iso": shadow.iso_now(),
             "keep": int(self.settings.result_days * 86_400),
-            "shadow_ttl": shadow.SHADOW_TTL,
+            "shadow_ttl": shadow.ttl(self.settings.result_days),
             "policy": policy.arguments(self.settings),
             "cancelled": [pack(CANCELLED_EVENT)],
         }

@@ -25,6 +25,11 @@ LABELS: dict[Stage, str] = {"prefill": "tandem.prefill", "decode": "tandem.decod
 SHADOW_TTL = 86_400
 
 
+def ttl(result_days: float) -> int:
+    """Seconds that the shadow of an ended job is shown: a day, or as long as its record if less."""
+    return min(SHADOW_TTL, max(1, int(result_days * 86_400)))
+
+
 def shadow_id(resp: str, stage: Stage) -> str:
     """RQ job id of a stage."""
     return f"{resp}-{stage[0]}"

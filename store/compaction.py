@@ -7,7 +7,25 @@ import shutil
 from pathlib import Path
 
 from store.environment import Environment
-from store.errors import StoreError
+from store.errors import StoreFull
+
+
+def copy(environment: Environment, folder: Path) -> int:
+    """Copy an open environment without its free pages into `folder`; returns the bytes.
+
+    The copy is of one moment and on disk when this returns. Raises StoreFull where the disk has
+    no room for it.
+    """
+    with environment.read() as txn:
+        need = environment.live_pages(txn) * environment.page_size
+    if need + (64 << 20) > shutil.disk_usage(folder).free:
+        raise StoreFull(f"the copy needs {need >> 20} MiB free on the disk of {folder}")
+    environment.env.copy(str(folder), compact=True)
+    data = folder / "data.mdb"
+    data.chmod(0o600)
+    with data.open("rb+") as file:
+        os.fsync(file.fileno())
+    return data.stat().st_size
 
 
 def compact(path: Path) -> tuple[int, int]:
@@ -20,18 +38,10 @@ def compact(path: Path) -> tuple[int, int]:
     data = path / "data.mdb"
     fresh = path / "compact.part"
     try:
-        with environment.read() as txn:
-            need = environment.live_pages(txn) * environment.page_size
         before = data.stat().st_size
-        if need + (64 << 20) > shutil.disk_usage(path).free:
-            raise StoreError(f"the copy needs {need >> 20} MiB free on the disk of {path}")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        environment.env.copy(str(fresh), compact=True)
-        (fresh / "data.mdb").chmod(0o600)
-        after = (fresh / "data.mdb").stat().st_size
-        with (fresh / "data.mdb").open("rb+") as file:
-            os.fsync(file.fileno())
+        after = copy(environment, fresh)
         environment.close(keep_lock=True)
         (fresh / "data.mdb").replace(data)
         fd = os.open(path, os.O_RDONLY)

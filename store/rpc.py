@@ -67,6 +67,7 @@ class Server:
         self._methods["find_state"] = self._find_state
         self._methods["longest_prefix"] = self._longest_prefix
         self._methods["check"] = lambda **how: store.check(**how).to_dict()
+        self._methods["copy"] = lambda path: store.copy(Path(path))
         self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))
         self._methods["import"] = self._import
         self._clients: set[socket.socket] = set()

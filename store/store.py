@@ -15,6 +15,7 @@ from store.blocks import Blocks, owner_tag
 from store.bundle import export_conversation, import_conversation
 from store.check import Report, check
 from store.codec.header import Piece
+from store.compaction import copy
 from store.conversations import Conversations
 from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.errors import StoreError
@@ -378,6 +379,15 @@ class Store:
         """Walk everything that is stored; see `store.check.check`."""
         self.flush()
         return check(self, repair=repair, payload=payload)
+
+    def copy(self, folder: Path) -> int:
+        """Write a consistent copy without free pages into the empty directory `folder`.
+
+        Reading and writing go on meanwhile. Returns its bytes; it is on disk when this returns.
+        Raises StoreError, StoreFull.
+        """
+        self.flush()
+        return copy(self.environment, folder)
 
     def export_conversation(self, ident: str, path: Path) -> dict[str, int]:
         """Write a conversation to one file; see `store.bundle.export_conversation`."""

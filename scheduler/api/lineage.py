@@ -121,7 +121,7 @@ def _continued(backend: Backend, body: ResponseRequest, items: Items) -> Lineage
                 turn = store.get_turn(name)
         except Fault:
             return None  # nobody asked for this turn by name: the prompt can be computed anew
-        if turn is None or not caller.may_see(turn.owner):
+        if turn is None or not caller.may_see(turn.owner) or other_model(backend, turn):
             continue
         if not same_answer(items[start:stop], split(turn.id, turn.items)[1]):
             continue
@@ -173,6 +173,14 @@ def _after_turn(backend: Backend, turn_id: str, items: Items, seed: Items | None
             first = store.get_conversation(path[0].conversation)
             seed = divided(first)[0] if first else ()
     last = path[-1]
+    if other_model(backend, last):
+        raise Fault(
+            409,
+            f"this conversation was held with the model '{last.model}', which is not served now: "
+            f"start a new one, or have it served by `tandem model use {last.model}`",
+            code="other_model",
+            retry=False,
+        )
     inputs, outputs = split(last.id, last.items)
     before = [item for turn in path[:-1] for item in turn.items]
     ids: list[int] = []
@@ -188,6 +196,17 @@ def _after_turn(backend: Backend, turn_id: str, items: Items, seed: Items | None
         options=last.params.get("options"),
     )
     return Lineage(last.conversation, items, last.id, parent)
+
+
+def other_model(backend: Backend, turn: Turn) -> bool:
+    """Whether a turn's token ids are another model's, and mean nothing to the one that is served.
+
+    The same model under another fingerprint (a new format of states) is not: ids are kept.
+    """
+    if not turn.model or turn.model == backend.config.model_name:
+        return False
+    served = {node.fingerprint for node in backend.present() if node.role == "decode"} - {""}
+    return turn.fingerprint.hex() not in served
 
 
 def is_id(name: str) -> bool:

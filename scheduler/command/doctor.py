@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from scheduler.config import Config, load
+from scheduler.config import find_model, load
 from scheduler.doctor.finding import Check
 from scheduler.doctor.run import counts, examine
 from scheduler.host import data_dir
@@ -42,7 +42,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Examine and print; 1 where a check fails."""
     config = load(args.config, {"data_dir": args.data, "model": args.model})
-    checks = examine(config, model_directory(config))
+    checks = examine(config, find_model(config))
     number = counts(checks)
     if args.json:
         found = {"checks": [check.to_dict() for check in checks], "ok": not number["fail"]}
@@ -50,16 +50,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(checks, args.all)
     return 1 if number["fail"] else 0
-
-
-def model_directory(config: Config) -> Path | None:
-    """The directory of the configured model's files where they are here; nothing is fetched."""
-    if config.model_dir is not None:
-        return config.model_dir if config.model_dir.is_dir() else None
-    for path in (Path(config.model).expanduser(), config.models_dir / config.model):
-        if path.is_dir():
-            return path
-    return None
 
 
 def _print(checks: list[Check], everything: bool) -> None:

@@ -52,7 +52,7 @@ def tail(path: Path, lines: int) -> list[str]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 400 * lines - 4096))
+            file.seek(max(0, size - max(400 * lines, 4 << 20)))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []

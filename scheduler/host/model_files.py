@@ -14,9 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scheduler.config import Config, ConfigError
+from scheduler.config import DEFAULT_MODEL, Config, ConfigError
 
 Progress = Callable[[str, int, int], None]
+
+
+def is_fetchable(name: str) -> bool:
+    """Whether a model of this name may come from elsewhere: the small default, or a hub name."""
+    return name == DEFAULT_MODEL or ("/" in name and not name.startswith(("/", ".", "~")))
 
 
 def ensure(config: Config, progress: Progress) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from scheduler.config import Config, ConfigError, resolved_environment
+from scheduler.config import Config, ConfigError, find_model, resolved_environment
 from scheduler.host import data_dir, redis_server
 from scheduler.host.supervisor import Service, StackFailed, Supervisor
 from scheduler.nodes import Nodes, Role
@@ -71,15 +71,37 @@ class Stack:
         self._redis = connect(config.redis_url, timeout=2.0, patience=0)
         self._nodes = Nodes(self._redis)
 
-    def start(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Start every process; returns when Redis answers, the others are still loading."""
+    def start(
+        self,
+        say: Callable[[str], None] = lambda _: None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start every process; returns when Redis answers, the others are still loading.
+
+        `before` is called once Redis answers, before anything that needs the model.
+        """
         if not self.config.redis.url:
             say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
             self._add("redis", stop_last=True)
         say(f"redis    {self._wait_for_redis(say)} answers")
+        before()
         for name in (*WORKERS, "api"):
             if name in self.roles:
                 self._add(name)
+
+    def await_model(self, say: Callable[[str], None]) -> None:
+        """Wait until the model's files are on this machine; another machine may push them."""
+        said = float("-inf")
+        while (directory := find_model(self.config)) is None:
+            if time.monotonic() - said >= SAY_EVERY:
+                said = time.monotonic()
+                name = self.config.model
+                say(f"model    waiting for {name}: run `tandem model push {name}` where it is")
+            if self.supervisor.stopping:
+                raise StackFailed("stopped before it was ready")
+            self.supervisor.tick(0.5)
+        self.config = self.config.model_copy(update={"model_dir": directory})
+        self.supervisor.environment = resolved_environment(self.config)
 
     def wait_ready(self) -> None:
         """Supervise until everything that runs on this machine is ready for work."""
@@ -92,6 +114,19 @@ class Stack:
             return {"ready": answer.status_code == 200, **answer.json()}
         except (httpx.HTTPError, ValueError):
             return {}
+
+    def switch(self, model: str) -> None:
+        """Serve another model from now on: workers and API drain and start anew with it."""
+        config = self.config.model_copy(update={"model": model, "model_dir": None})
+        directory = find_model(config)
+        if directory is None:
+            raise ConfigError(f"there is no model {model} on this machine: push it first")
+        self.config = config.model_copy(update={"model_dir": directory})
+        self.supervisor.restart(resolved_environment(self.config))
+
+    def is_ready(self) -> bool:
+        """Whether everything that runs on this machine is ready for work."""
+        return self._ready()
 
     def stop(self) -> None:
         """Stop every process and give the data directory up. Harmless when called twice."""

@@ -85,7 +85,7 @@ class Supervisor:
 
     def __init__(self, environment: Mapping[str, str], drain_seconds: float) -> None:
         self.services: list[Service] = []
-        self._environment = dict(environment)
+        self.environment = dict(environment)
         self._drain = drain_seconds
         self.log_bytes, self.log_files = logs.MAX_BYTES, logs.KEPT
         self.own_log: Path | None = None
@@ -167,6 +167,25 @@ class Supervisor:
                 self._start(service)
         self._sleep(timeout)
 
+    def restart(self, environment: Mapping[str, str]) -> None:
+        """Stop all but what stops last, drained, and start it anew in another environment."""
+        self.environment = dict(environment)
+        group = [service for service in self.services if not service.stop_last]
+        self._end(group)
+        for service in group:
+            if not self._stopping:
+                service.process, service.delay, service.restarts = None, _FIRST_DELAY, 0
+                self._start(service)
+
+    def _end(self, group: list[Service]) -> None:
+        """Stop processes: drain, then insist, then kill."""
+        self._signal(group, signal.SIGTERM)
+        if not self._wait(group, self._drain + _SAVING):
+            self._signal(group, signal.SIGTERM)
+            if not self._wait(group, _INSISTING):
+                self._signal(group, signal.SIGKILL)
+                self._wait(group, _INSISTING)
+
     def stop(self) -> None:
         """Stop everything and leave nothing behind: drain, then insist, then kill. Idempotent."""
         self._stopping = True
@@ -176,12 +195,7 @@ class Supervisor:
         first = [service for service in self.services if not service.stop_last]
         last = [service for service in self.services if service.stop_last]
         for group in (first, last):
-            self._signal(group, signal.SIGTERM)
-            if not self._wait(group, self._drain + _SAVING):
-                self._signal(group, signal.SIGTERM)
-                if not self._wait(group, _INSISTING):
-                    self._signal(group, signal.SIGKILL)
-                    self._wait(group, _INSISTING)
+            self._end(group)
         for descriptor in (self._life_read, self._life_write):
             os.close(descriptor)
         if self._handlers:
@@ -200,7 +214,7 @@ class Supervisor:
         try:
             service.process = subprocess.Popen(
                 service.command,
-                env={**self._environment, lifeline.VARIABLE: str(self._life_read)},
+                env={**self.environment, lifeline.VARIABLE: str(self._life_read)},
                 stdin=subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,

@@ -12,8 +12,17 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from scheduler.config import Config, ConfigError, load, resolved_environment
+from scheduler.config import (
+    Config,
+    ConfigError,
+    find_file,
+    find_model,
+    load,
+    resolved_environment,
+)
 from scheduler.host import data_dir, model_files, redis_server
+from scheduler.host.agent import Agent
+from scheduler.host.duties import Nightly, Switching
 from scheduler.host.stack import REDIS_SECONDS, ROLES, Stack, StackFailed, check_port
 
 _UP = """\
@@ -73,18 +82,30 @@ def config_from(args: argparse.Namespace, **more: Any) -> Config:
 def run_up(args: argparse.Namespace) -> int:
     """Run a stack until told to stop. Exit status 0 after a clean stop, 1 after a failure."""
     config = config_from(args, **{"api.port": args.port})
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     roles = chosen_roles(args.only, config)
     if "api" in roles:
         check_port(config)  # before a download, too
-    stack = Stack(fetch_model(config, console), roles)
+    if roles == ROLES or find_model(config) or model_files.is_fetchable(config.model):
+        config = fetch_model(config, console)
+    stack = Stack(config, roles)
     config = stack.config
+    file = find_file(args.config, args.data)
+    agent = Agent(config, roles, file)
+    stack.supervisor.duties += [Switching(stack, agent, file), Nightly(config, roles)]
     stack.supervisor.install_signals()
     try:
-        stack.start(console.print)
+
+        def before() -> None:
+            agent.start()
+            if config.model_dir is None:
+                stack.await_model(console.print)
+
+        stack.start(console.print, before)
         stack.wait_ready()
+        agent.ready = stack.config.model_name
         if "api" in roles:
             console.print(f"api      {config.api_url}/v1   model {config.model_name}")
             console.print(f"queues   {config.api_url}/rq")
@@ -97,6 +118,7 @@ def run_up(args: argparse.Namespace) -> int:
         return 1
     finally:
         console.print("stopping")
+        agent.close()
         stack.stop()
     return 0
 

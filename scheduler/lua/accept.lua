@@ -25,6 +25,8 @@ if args.locked ~= '' then
     if held and not TERMINAL[held] then return {'busy', holder} end
   end
 end
+local paused = redis.call('GET', 'tandem:paused')
+if paused then return {'paused', paused} end
 if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then return {'full', ''} end
 
 if args.owner_waiting > 0 then
