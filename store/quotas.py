@@ -12,6 +12,7 @@ kept, and what is in memory waits there for the next day as long as there is roo
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -56,30 +57,32 @@ class Quotas:
         self._blocks = blocks
         self._states = states
         self._evictor = evictor
-        self._limit = limit
+        self.limit_of: Callable[[str], int] = lambda owner: limit
+        """Bytes that an owner's states may take, 0 for no limit; asked before each save."""
         self._at_most: dict[str, int] = {}
 
     def make_room(self, owner: str, need: int) -> int:
         """Evict until `need` more bytes fit the share of an owner; returns how many states went.
         Raises StoreFull when they cannot."""
-        if not self._limit:
+        limit = self.limit_of(owner)
+        if not limit:
             return 0
-        if need > self._limit:
-            raise StoreFull(f"a state of {need} bytes is over an owner's share of {self._limit}")
+        if need > limit:
+            raise StoreFull(f"a state of {need} bytes is over an owner's share of {limit}")
         total = 0
-        known = self._at_most.get(owner, self._limit)
-        if known + need > self._limit:
+        known = self._at_most.get(owner, limit)
+        if known + need > limit:
             known = self.used(owner)
-        if known + need > self._limit:
+        if known + need > limit:
             # Further than needed, so that not every save has to count again.
-            target = max(0, self._limit - need - self._limit // 20)
+            target = max(0, limit - need - limit // 20)
             while known > target and (count := self._environment.write(partial(self._some, owner))):
                 total += count
                 known = self.used(owner)
-            if known + need > self._limit:
+            if known + need > limit:
                 raise StoreFull(
-                    f"states in use or pinned fill an owner's share of {self._limit} bytes: unpin "
-                    "or delete conversations, or raise store.owner_gb"
+                    f"states in use or pinned fill an owner's share of {limit} bytes: unpin or "
+                    "delete conversations, or raise store.owner_gb or the owner's limit"
                 )
         if total:
             self._environment.heartbeat()

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 from engine import drift
@@ -23,6 +24,7 @@ from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
 from scheduler.ledger.clock import Clock
 from scheduler.nodes import Node, Presence
+from scheduler.owners import Owners, OwnersError
 from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
 from store.codec.header import CodecError
@@ -47,7 +49,7 @@ log = logging.getLogger("tandem.decode")
 
 def main() -> int:
     """Run the worker; the exit status says whether a restart could help."""
-    broken = (ModelError, CodecError, StoreDamaged)
+    broken = (ModelError, CodecError, StoreDamaged, OwnersError)
     return run_role(run, for_good=broken, for_now=(StoreError, LinkError))
 
 
@@ -63,6 +65,7 @@ def run(config: Config, model_dir: Path) -> int:
         size = int(config.store.size_gb * 1e9)
         store = Store.open(config.data_dir / "store", size, limits=limits)
         stack.callback(store.close)
+        store.quotas.limit_of = shares(Owners(config.data_dir), limits.owner_bytes)
         if config.store.warm_gb:
             stack.callback(Warming(store, int(config.store.warm_gb * 1e9)).close)
         server = serve(store, config.store_socket)
@@ -159,6 +162,17 @@ def run(config: Config, model_dir: Path) -> int:
         presence.update(state="ready", fingerprint=model.fingerprint.hex())
         log.info("ready: %s on %s", config.model_name, model.device.name)
         return loop.run()
+
+
+def shares(owners: Owners, everybody: int) -> Callable[[str], int]:
+    """How many bytes of states an owner may have: its own limit, or that of `everybody`."""
+
+    def share(owner: str) -> int:
+        found = owners.by_key(owner)
+        own = found.stored_bytes if found is not None else 0
+        return min(own, everybody) if own and everybody else own or everybody
+
+    return share
 
 
 def ended(jobs: Jobs, response: str) -> bool:

@@ -95,6 +95,16 @@ def test_an_owner_keeps_within_its_share(opened: Opener) -> None:
     assert [turn for turn in turns if store.find_state(turn)] == kept
 
 
+def test_an_owner_may_have_a_share_of_its_own(opened: Opener) -> None:
+    store = opened(Limits())
+    store.quotas.limit_of = lambda owner: 20 * PART_BYTES if owner == "a" else 0
+    others = [save(store, 100 + number, "b") for number in range(10)]
+    turns = [save(store, number, "a") for number in range(10)]
+    assert 0 < store.quotas.used("a") <= 20 * PART_BYTES
+    assert [turn for turn in turns if store.find_state(turn)] != turns
+    assert all(store.find_state(turn) for turn in others)
+
+
 def test_shared_blocks_count_once_for_an_owner(opened: Opener) -> None:
     store = opened(Limits(owner_bytes=100 * PART_BYTES))
     first = save(store, 0, "a", 3)
