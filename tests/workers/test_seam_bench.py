@@ -1,0 +1,28 @@
+"""The benchmark of the seam moves real answers, and fails where one stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ModelError
+from engine.library import DEFAULT_MODEL, resolve
+from scheduler.config import default_models_dir
+from worker_prefill import bench
+
+
+@pytest.mark.rotate(5)
+def test_the_gap_is_set_against_two_steps_and_the_wire(tmp_path: Path) -> None:
+    model = resolve(DEFAULT_MODEL, default_models_dir())
+    found = bench.run(model, tmp_path, rounds=1, tokens=64)
+    (each,) = found["rounds"]
+    assert bench.BEFORE <= each["said_there"] < 64
+    expected = each["gap_s"] / (2 * each["step_s"] + each["wire_s"])
+    assert found["ratios"]["gap_vs_bound"] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.rotate(5)
+def test_an_answer_that_does_not_move_measures_nothing(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did not move"):
+        bench.run(model_path, tmp_path, rounds=1, tokens=bench.BEFORE + 2)

@@ -1,0 +1,178 @@
+"""`tandem bench seam`: what a client notices when its answer moves to the decode node.
+
+A private stack answers a long request on the prefill node; a short prompt comes, and the answer
+moves. The gap between the last token said there and the first one said here is set against two
+decode steps and the time of the wire. On one machine both workers share its cores, so the short
+prompt is computed beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from engine.errors import ModelError
+from engine.library import DEFAULT_MODEL, resolve
+from scheduler.config import Config
+from scheduler.host.stack import Stack, StackFailed, free_port
+
+if TYPE_CHECKING:
+    from engine.profile import Profile
+
+TOKENS, BEFORE, ROUNDS = 96, 24, 3
+PROMPT = "Tell me a long story about a dog, a river and a bridge. " * 20
+_DELTA = "response.output_text.delta"
+
+
+def run(
+    model_dir: Path, folder: Path, rounds: int = ROUNDS, tokens: int = TOKENS
+) -> dict[str, Any]:
+    """Move `rounds` answers of `tokens` tokens; raises ModelError where one did not move."""
+    copy = folder / "model"
+    copy.mkdir()
+    for path in model_dir.iterdir():
+        if path.is_file():
+            (copy / path.name).symlink_to(path.resolve())
+    from engine.profile import record
+
+    record(copy, _even())  # one machine decodes as fast as itself
+    stack = Stack(_config(copy, folder / "data"))
+    done = threading.Event()
+    keeper = threading.Thread(target=_supervise, args=(stack, done), daemon=True)
+    try:
+        stack.start()
+        stack.wait_ready()
+        keeper.start()
+        with httpx.Client(base_url=stack.config.api_url, timeout=600) as client:
+            found = [_one(client, number, tokens) for number in range(rounds)]
+    finally:
+        done.set()
+        if keeper.is_alive():
+            keeper.join()
+        stack.stop()
+    best = sorted(found, key=lambda each: each["gap_vs_bound"])[len(found) // 2]
+    return {
+        "bench": "seam",
+        "model": model_dir.name,
+        "rounds": found,
+        "ratios": {"gap_vs_bound": round(best["gap_vs_bound"], 3)},
+    }
+
+
+def _one(client: httpx.Client, number: int, tokens: int) -> dict[str, Any]:
+    """One answer that moves after `BEFORE` tokens: its gaps, in seconds."""
+    # Each prompt is new from its beginning: a stored one would be continued by the decode node.
+    body = {
+        "instructions": f"Round {number}.",
+        "input": PROMPT,
+        "max_output_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+    }
+    at: list[float] = []
+    identity, other = "", ""
+    with client.stream("POST", "/v1/responses", json=body) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            event = json.loads(line[6:])
+            if event["type"] == "response.created":
+                identity = event["response"]["id"]
+            if event["type"] == _DELTA:
+                at.append(time.perf_counter())
+                if len(at) == BEFORE:
+                    short = {"input": "Hi", "max_output_tokens": 1, "background": True}
+                    other = client.post("/v1/responses", json=short).json()["id"]
+    while client.get(f"/v1/responses/{other}").json()["status"] in ("queued", "in_progress"):
+        time.sleep(0.02)
+    handoff = client.get(f"/v1/responses/{identity}").json()["tandem"]["handoff"] or {}
+    late = handoff.get("late") or {}
+    said = int(late.get("tokens") or 0)
+    if not (late.get("stayed") and late.get("left") and BEFORE <= said < len(at) - 4):
+        raise ModelError(f"the answer did not move in the middle: {late or handoff}")
+    gaps = [b - a for a, b in pairwise(at)]
+    # Tokens may share an event; the seam's gap is the longest one around the token that moved.
+    seam = max(gaps[said - 3 : said + 3])
+    step = median(gaps[: said - 3] + gaps[said + 3 :])
+    wire = float(handoff["exposed_seconds"])
+    return {
+        "said_there": said,
+        "gap_s": seam,
+        "step_s": step,
+        "wire_s": wire,
+        "gap_vs_bound": seam / (2 * step + wire),
+    }
+
+
+def _even() -> Profile:
+    from engine.device import prepare
+    from engine.profile import Profile
+
+    device = prepare()
+    prefill = [{"chunk": float(device.chunk), "context": 512.0, "rate": 300.0}]
+    decode = [{"width": width, "context": 64.0, "rate": 30.0} for width in (1.0, 8.0)]
+    return Profile(device.name, device.mlx, device.dtype, prefill, decode)
+
+
+def _config(model_dir: Path, data: Path) -> Config:
+    return Config.model_validate(
+        {
+            "data_dir": data,
+            "model_dir": model_dir,
+            "api": {"port": free_port()},
+            "decode": {"drafter": "off"},
+            "store": {"size_gb": 1.0},
+            "jobs": {"drain_seconds": 5.0},
+        }
+    )
+
+
+def _supervise(stack: Stack, done: threading.Event) -> None:
+    while not done.is_set():
+        stack.supervisor.tick(0.1)
+
+
+def register(subparsers: Any) -> None:
+    """Add `tandem bench seam`; loads no MLX."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "seam",
+        help="the gap that a client sees when its answer moves",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="model directory or name")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
+    try:
+        with tempfile.TemporaryDirectory(prefix="tandem-seam-") as folder:
+            found = run(resolve(arguments.model, models), Path(folder), max(1, arguments.rounds))
+    except (ModelError, StackFailed, httpx.HTTPError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for each in found["rounds"]:
+        print(
+            f"moved after {each['said_there']} tokens: gap {each['gap_s'] * 1000:.1f} ms, "
+            f"step {each['step_s'] * 1000:.1f} ms, wire {each['wire_s'] * 1000:.1f} ms"
+        )
+    print(f"gap against two steps and the wire: {found['ratios']['gap_vs_bound']}")
+    return 0
