@@ -23,11 +23,10 @@ CONTEXT = 48  # tokens of each row before the first step
 
 
 def register(subparsers: Any) -> None:
-    """Add the benchmarks to the parsers of `tandem bench`; loads no MLX."""
+    """Add the two benchmarks to the parsers of `tandem bench`; loads no MLX."""
     for name, run, seconds, text in (
         ("decode", decode, 12, "the decode loop against bare model steps, at batch 1 and 8"),
         ("prefill", prefill, 30, "chunked prefill against the bare chunk loop"),
-        ("drafts", drafts, 30, "decoding with proposed tokens against decoding without"),
     ):
         parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
         parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,13 +52,6 @@ def decode(arguments: argparse.Namespace) -> int:
 def prefill(arguments: argparse.Namespace) -> int:
     """Measure `ratios.chunked_vs_bare` the same way, taking turns at every chunk."""
     return _run(arguments, _measure_prefill)
-
-
-def drafts(arguments: argparse.Namespace) -> int:
-    """Measure `ratios.repeating_vs_plain` and `ratios.novel_vs_plain`; see `bench_drafts`."""
-    from engine.bench_drafts import measure
-
-    return _run(arguments, measure)
 
 
 def _run(arguments: argparse.Namespace, measure: Callable[[Model, float], dict[str, Any]]) -> int:
