@@ -1,7 +1,8 @@
-"""The link's child process with a fault in it: `fault_child.py FAULT SOCKET`.
+"""The link's child process with a fault in it: `fault_child.py FAULT SOCKET [SLOT]`.
 
 SOCKET is empty, or a path over which the ranks exchange sizes: ring then has JACCL's semantics. The
-fault strikes at the sender's second batch.
+fault strikes at the sender's second batch; where FAULT is a path, once, at the first batch for
+which there is a file there, which holds its name. SLOT is the size of a batch in bytes.
 """
 
 from __future__ import annotations
@@ -13,24 +14,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transport import batch
+
+if sys.argv[3:4] and sys.argv[3].isdigit():
+    batch.SLOT = int(sys.argv[3])
+
 from transport import child
 from transport.batch import Batch, padded
 
 fault, path = sys.argv[1], sys.argv[2]
+trigger = Path(fault) if fault.startswith("/") else None
+
+
+def due(sequence: int) -> str:
+    """The fault to commit with this batch, or none."""
+    if trigger is None:
+        return fault if sequence == 2 else "none"
+    try:
+        found = trigger.read_text()
+        trigger.unlink()
+    except OSError:
+        return "none"
+    return found or "none"
 
 
 class FaultyGroup(child.Group):
     """Sends as the fault says."""
 
     def send(self, body: memoryview, sequence: int) -> None:
-        if sequence != 2 or fault == "none":
+        fault = due(sequence) if sequence else "none"
+        if fault == "none":
             super().send(body, sequence)
         elif fault == "die":
             os._exit(9)
         elif fault == "stall":
             time.sleep(600)
         elif fault == "corrupt":
-            body[5000] ^= 1
+            body[len(body) // 2] ^= 1
             super().send(body, sequence)
         elif fault == "duplicate":
             super().send(body, sequence)

@@ -72,6 +72,7 @@ class MemorySink:
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self.limit = limit
+        self.models = {FINGERPRINT}
         self.held = 0
         self.lock = threading.Lock()
         self.pieces: dict[str, list[Piece]] = {}
@@ -84,7 +85,7 @@ class MemorySink:
     def admit(self, offer: Offer) -> Grant | Refusal:
         with self.changed:
             self._note("admit", offer.transfer)
-            if offer.fingerprint != FINGERPRINT:
+            if offer.fingerprint not in self.models:
                 return Refusal("another model is loaded here", "fingerprint")
             if self.held + offer.nbytes > self.limit:
                 return Refusal(f"no room for {offer.nbytes} bytes")

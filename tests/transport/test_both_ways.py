@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import tempfile
@@ -157,10 +158,42 @@ def test_states_cross_both_ways_at_once(way: str, client: redis.Redis) -> None:
         borrower.ask(sender, "small", "l-2")
         for name in ("l-0", "l-1", "l-2"):
             borrower.sink.wait_for("done", name)
+        assert sender.control_bytes < 64 << 10  # of all five together
     assert [contents(sink.finished[f"t-{n}"]) for n in range(2)] == [contents(STATE)] * 2
     assert [contents(borrower.sink.finished[f"l-{n}"]) for n in range(2)] == [contents(BACK)] * 2
     assert shelf.lent == sink.held == borrower.sink.held == 0
     assert not borrower.refused
+
+
+def test_several_nodes_lend_to_several_and_one_that_dies_hurts_no_other() -> None:
+    shelves = [Shelf({"turn-1": make_state([500_000] * 6, seed)}) for seed in (21, 22)]
+    borrowers = Borrower(), Borrower()
+    gate = threading.Event()
+    with contextlib.ExitStack() as stack:
+        receivers = [
+            stack.enter_context(receiving(MemorySink(), DEADLINE, lender=shelf))
+            for shelf in shelves
+        ]
+        links = {
+            (i, j): Sender.connect(receiver.address, SECRET, DEADLINE, desk=borrower.desk)
+            for i, borrower in enumerate(borrowers)
+            for j, receiver in enumerate(receivers)
+        }
+        for link in links.values():
+            stack.callback(link.close)
+        for shelf in shelves:
+            shelf.between = lambda index: (gate.wait(20) if index == 3 else None, None)[1]
+        for (i, j), link in links.items():
+            borrowers[i].ask(link, "turn-1", f"l-{i}{j}")
+            borrowers[i].sink.wait_for("piece", f"l-{i}{j}", 3)
+        links[0, 0].fail(LinkError("cut"))
+        gate.set()
+        borrowers[0].sink.wait_for("abort", "l-00")
+        for i, j in ((0, 1), (1, 0), (1, 1)):
+            borrowers[i].sink.wait_for("done", f"l-{i}{j}")
+            lent = shelves[j].states["turn-1"]
+            assert contents(borrowers[i].sink.finished[f"l-{i}{j}"]) == contents(lent)
+    assert [shelf.lent for shelf in shelves] == [0, 0]
 
 
 def test_what_is_not_there_is_refused_and_the_link_goes_on(client: redis.Redis) -> None:

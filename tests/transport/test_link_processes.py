@@ -37,6 +37,7 @@ def _nothing_leaks() -> Iterator[None]:
     assert open_files() <= files
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("blow", BLOWS, ids=["die", "freeze"])
 @pytest.mark.parametrize("stage", ["idle", "offer", "ready", "mid", "ack"])
 def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
@@ -73,6 +74,7 @@ def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
     assert contents(sink.finished["t-1"]) == contents(state)
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("blow", BLOWS, ids=["die", "freeze"])
 @pytest.mark.parametrize("stage", ["idle", "ready", "mid", "after"])
 def test_sender_process_fails(stage: str, blow: signal.Signals) -> None:

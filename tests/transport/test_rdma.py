@@ -15,12 +15,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import redis
+from fault_cells import children
 from link_parts import (
     FINGERPRINT,
     SECRET,
@@ -35,7 +36,6 @@ from link_parts import (
 from link_redis import client, redis_socket
 from link_rogues import RogueSender
 
-from store.codec.header import Piece
 from transport import rdma
 from transport.epochs import Epochs
 from transport.errors import LinkError
@@ -51,20 +51,6 @@ SOAK = bool(os.environ.get("TANDEM_SOAK"))
 HERE = Path(__file__).parent
 STATE = make_state([1_000_000] * 20 + [40_000_000, 20_000_000], seed=5)
 """More than the slots of both ends hold, so that a blow always comes before the last batch."""
-
-
-def children() -> dict[int, int]:
-    """Rank (0 is the receiver's) and process id of this process's link children that are alive."""
-    found = {}
-    for pid in _output("pgrep", "-P", str(os.getpid())).split():
-        command = _output("ps", "-ww", "-o", "args=", "-p", pid).split()
-        if command[-2:-1] and command[-2].startswith("rank"):
-            found[int(command[-2][4:])] = int(pid)
-    return found
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
 
 
 @dataclass
@@ -132,102 +118,13 @@ def test_two_transfers_at_once_share_a_link(ends: Ends) -> None:
     assert contents(sink.finished["t-b"]) == contents(second)
 
 
-class StagedSink(MemorySink):
-    """Runs an action once, at one stage of a transfer."""
-
-    def __init__(self, stage: str, action: Callable[[], None]) -> None:
-        super().__init__()
-        self.stage = stage
-        self.struck = stage == "idle"
-        self.action: Callable[[], None] | None = action
-
-    def _reach(self, stage: str) -> None:
-        if stage == self.stage and self.action is not None:
-            action, self.action = self.action, None
-            action()
-            self.struck = True
-
-    def buffer(self, transfer: str, nbytes: int) -> memoryview:
-        self._reach("ready")
-        return super().buffer(transfer, nbytes)
-
-    def piece(self, transfer: str, piece: Piece) -> None:
-        if len(self.pieces[transfer]) == 5:
-            self._reach("mid")
-        super().piece(transfer, piece)
-
-    def done(self, transfer: str) -> None:
-        self._reach("ack")
-        super().done(transfer)
-
-
-STAGES = ["idle", "ready", "mid", "ack"]
-BLOWS = {"die": signal.SIGKILL, "freeze": signal.SIGSTOP}
-# The short run takes a sample: each group takes a while to form, and each freeze its deadline.
-SAMPLED_FREEZES = [("idle", 1, True), ("mid", 0, False), ("mid", 1, True)]
-CASES = [
-    (blow, stage, rank, shim)
-    for blow in BLOWS
-    for stage in STAGES
-    for rank in (0, 1)
-    for shim in (False, True)
-    if SOAK
-    or (blow == "die" and shim == (rank == 1))
-    or (blow == "freeze" and (stage, rank, shim) in SAMPLED_FREEZES)
-]
-
-
-@pytest.mark.parametrize(("blow", "stage", "rank", "shim"), CASES)
-def test_a_child_process_fails(ends: Ends, blow: str, stage: str, rank: int, shim: bool) -> None:
-    pids: dict[int, int] = {}
-
-    def strike() -> None:
-        os.kill(pids[rank], BLOWS[blow])
-
-    sink = StagedSink(stage, strike)
-    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
-        bystander = Sender.connect(receiver.address, SECRET, DEADLINE)
-        other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=9, nbytes=2000)
-        sender = ends.connect(receiver, faulty("none", shim))
-        pids |= children()
-        if stage == "idle":
-            strike()
-        try:
-            deliver(sender, "t-1", STATE)
-        except LinkError:
-            pass
-        else:
-            assert stage == "ack"  # all bytes had arrived: the child was not needed any more
-        assert sink.struck
-        sender.close()
-        again = ends.connect(receiver)
-        report = deliver(again, "t-1", STATE, attempt=2)
-        assert report.path == "rdma"
-        again.close()
-        other.send(make_state([1000, 1])[:1])
-        other.finish(make_state([1, 900])[1])
-        bystander.close()
-    assert contents(sink.finished["t-1"]) == contents(STATE)
-    assert sink.events.count(("done", "t-1")) == 1
-    assert sink.held == 0
-
-
-FAULTS = ["die", "stall", "corrupt", "duplicate", "reorder", "header", "epoch", "short", "long"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "shim"),
-    [
-        (fault, shim)
-        for fault in FAULTS
-        for shim in (False, True)
-        if SOAK or shim == (fault in ("short", "long", "corrupt", "stall"))
-    ],
-)
-def test_a_child_process_sends_wrong_bytes(ends: Ends, fault: str, shim: bool) -> None:
+@pytest.mark.rotate(2)
+@pytest.mark.parametrize("shim", [False, True], ids=["ring", "jaccl"])
+def test_a_damaged_batch_header_is_noticed(ends: Ends, shim: bool) -> None:
+    """The other faults are in test_fault_matrix."""
     sink = MemorySink()
     with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
-        sender = ends.connect(receiver, faulty(fault, shim))
+        sender = ends.connect(receiver, faulty("header", shim))
         with pytest.raises(LinkError):
             deliver(sender, "t-1", STATE)
         sender.close()
