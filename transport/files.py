@@ -15,6 +15,7 @@ import shutil
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ MAX_MESSAGE = 32 << 20
 MAX_CLIENTS = 8
 SPARE_BYTES = 1 << 30
 DEADLINE = 60.0
+#: After so long without a byte another push of the same name takes over, waiting at most...
+SILENT_SECONDS, TAKE_OVER_SECONDS = 3.0, 15.0
 _LENGTH = struct.Struct("<I")
 _JOURNAL = ".tandem-push.jsonl"
 
@@ -70,7 +73,8 @@ class FileServer:
         self._secret = auth.check_secret(secret)
         self._models = models
         self._lock = threading.Lock()
-        self._busy: set[str] = set()
+        self._changed = threading.Condition(self._lock)
+        self._busy: dict[str, _Push] = {}
         self._clients: set[Connection] = set()
         self._closing = False
         try:
@@ -141,17 +145,29 @@ class FileServer:
             found, trouble = verify(self._models / name, _ticker(connection))
             send(connection, {"digest": found, "problems": trouble[:50]})
         elif kind == "push":
-            with self._lock:
-                if name in self._busy:
-                    raise LinkError(f"another push of {name} is under way", "busy")
-                self._busy.add(name)
+            push = _Push(self._models, name, connection)
+            self._enter(name, push)
             try:
-                _Push(self._models, name, connection).run(request)
+                push.run(request)
             finally:
-                with self._lock:
-                    self._busy.discard(name)
+                with self._changed:
+                    del self._busy[name]
+                    self._changed.notify_all()
         else:
             raise LinkError("unknown request", "protocol")
+
+    def _enter(self, name: str, push: _Push) -> None:
+        """Be the one push of this name. An earlier one that has fallen silent is ended."""
+        end = time.monotonic() + TAKE_OVER_SECONDS
+        with self._changed:
+            while (other := self._busy.get(name)) is not None:
+                now = time.monotonic()
+                if now > end:
+                    raise LinkError(f"another push of {name} is under way", "busy")
+                if now - other.heard > SILENT_SECONDS:
+                    other.kill()
+                self._changed.wait(0.2)
+            self._busy[name] = push
 
 
 def listing(models: Path) -> list[dict[str, Any]]:
@@ -209,6 +225,11 @@ class _Push:
         self._final = models / name
         self._part = models / f"{name}.push"
         self._connection = connection
+        self.heard = time.monotonic()
+
+    def kill(self) -> None:
+        """End its connection, from another thread."""
+        self._connection.kill()
 
     def run(self, request: dict[str, Any]) -> None:
         """Tell what is here, take what is missing, read it back, give it its name."""
@@ -262,6 +283,7 @@ class _Push:
                     raise LinkError("a chunk that the file does not have", "protocol")
                 start, size = entry.span(number)
                 self._connection.read_into(buffer[:size])
+                self.heard = time.monotonic()
                 found = manifest.digest_chunk(buffer[:size])
                 if found != message.get("hash"):
                     raise LinkError(f"{entry.path} was damaged on the way: push again", "failed")
