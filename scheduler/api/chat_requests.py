@@ -129,7 +129,7 @@ class ChatRequest(Shape):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="extension")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop = None
-    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    n: int | None = None
     store: bool | None = Field(
         None, description="true: can be retrieved; false: nothing of it is kept"
     )
@@ -156,6 +156,13 @@ class ChatRequest(Shape):
     logit_bias: dict[str, float] | None = None
 
     _check_metadata = field_validator("metadata")(check_metadata)
+
+    @field_validator("n")
+    @classmethod
+    def _one(cls, value: int | None) -> int | None:
+        if value not in (None, 1):
+            raise ValueError("one choice is made here: leave n out, or send the request again")
+        return value
 
 
 def to_response_request(body: ChatRequest) -> ResponseRequest:

@@ -190,7 +190,9 @@ def _keys(owner: str, session: str | None) -> list[str]:
 
 
 def told(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the details of a response say of its head."""
+    """What the details of a response say of how its prompt was made."""
     prompt = request.get("prompt") or {}
-    names = {"head": "prompt_head", "normalised": "head_normalised"}
+    names = {
+        "head": "prompt_head", "normalised": "head_normalised", "dropped": "dropped_items"
+    }  # fmt: skip
     return {new: prompt[old] for old, new in names.items() if prompt.get(old)}

@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -17,11 +18,14 @@ from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
-from scheduler.api.prompt import Prompt, build, is_empty
+from scheduler.api.prompt import Prompt, build, common_prefix, is_empty
+from scheduler.api.recall import own_answers
 from scheduler.api.said import text_of
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
 from scheduler.api.tokenizer import TemplateError
+from scheduler.api.truncation import shorten
+from scheduler.api.weave import Answer
 from scheduler.audit import Action
 from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse, worth_resuming
 from scheduler.ledger.arrival import arrived
@@ -162,8 +166,11 @@ def prompt_of(
     items = lineage.items
     tokenizer = backend.tokenizer
     limit = tokenizer.context_length
+    shortened = body.truncation == "auto"
     own = sum(len(text_of(item.get("content") or item.get("output") or "")) for item in items)
     if (least := tokenizer.least_tokens(own)) >= limit:
+        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
+            return found
         raise _too_long(f"at least {least}", limit)
     try:
         prompt = build(
@@ -179,8 +186,40 @@ def prompt_of(
         raise bad(str(error), "input") from error
     prompt = backend.pictures.place(prompt, [*lineage.seed, *items], lineage.parent)
     if len(prompt.ids) >= limit:
+        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
+            return found
         raise _too_long(str(len(prompt.ids)), limit)
     return prompt
+
+
+def _shorter(
+    backend: Backend, body: ResponseRequest, lineage: Lineage, shaping: Shaping
+) -> Prompt | None:
+    """The prompt without the oldest messages, or None where that does not help."""
+    tokenizer, parent = backend.tokenizer, lineage.parent
+    past = [*parent.items, *parent.answer] if parent is not None else [*lineage.seed]
+    known = own_answers(backend, past) if parent is not None else [*lineage.answers]
+
+    def made(items: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> Prompt:
+        prompt = build(
+            tokenizer,
+            items,
+            instructions=body.instructions,
+            tools=shaping.tools,
+            options=shaping.options,
+            answers=answers,
+        )
+        return backend.pictures.place(prompt, items, None)
+
+    try:
+        found = shorten(
+            [*past, *lineage.items], known, made, tokenizer.least_tokens, tokenizer.context_length
+        )
+    except TemplateError as error:
+        raise bad(str(error), "input") from error
+    if found is None or parent is None:
+        return found
+    return replace(found, shared=common_prefix(found.ids, parent.ids), rebased=True)
 
 
 def _too_long(tokens: str, limit: int) -> Fault:
@@ -231,6 +270,7 @@ def _job(
         "min_p": body.min_p or 0.0,
         "seed": seed % (1 << 63),
         "stop": body.stop or [],
+        **({"truncation": "auto"} if body.truncation == "auto" else {}),
         **shaping.params,
         # Beside the sampling, so that it is stored with the turn.
         "about": {
@@ -251,6 +291,7 @@ def _job(
             "params": params,
             "store": body.store is not False,
             "prompt": {
+                "dropped": prompt.dropped,
                 "rebased": prompt.rebased,
                 "shared": prompt.shared,
                 "preamble": preamble,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.api import weave
-from scheduler.api.said import Item, says, text_of
+from scheduler.api.said import Item, text_of
 from scheduler.api.summary import unseal
 from scheduler.api.tokenizer import Message, Rendering, TemplateError, Tokenizer
 from scheduler.api.weave import Answer, marked
@@ -53,12 +53,13 @@ class Prompt:
     """Token ids of a turn's prompt.
 
     `rebased` is False where `ids` begin with all of the parent's ids. `shared` is the number of
-    leading ids equal to the parent's.
+    leading ids equal to the parent's. `dropped`: items that were left out because they did not fit.
     """
 
     ids: list[int]
     shared: int
     rebased: bool
+    dropped: int = 0
 
     @property
     def delta(self) -> list[int]:
@@ -155,9 +156,9 @@ def _splice(
         return None
     generated = list(parent.ids[len(parent.ids) - parent.generated :])
     stopped = generated[-1] in tokenizer.eos_ids
-    text = tokenizer.decode(generated[:-1] if stopped else generated)
     middle = whole.text[len(head) : len(whole.text) - len(tail)]
-    if not says(middle, text, parent.answer):
+    spoken = generated[:-1] if stopped else generated
+    if not weave.stands_for(tokenizer, middle, spoken, parent.answer):
         return None
     kept = list(parent.ids)
     rest = around.cut(seam + len(_ANSWER))

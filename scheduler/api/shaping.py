@@ -20,10 +20,14 @@ from scheduler.api.tools import (
     Tool,
     call_rules,
     calls_are_json,
+    can_hold,
     choice_of,
+    chosen,
     for_template,
     forbidden_call,
+    free_rules,
     guided,
+    loosened,
     takes_tools,
 )
 from scheduler.serializer import pack
@@ -58,6 +62,9 @@ def shape(tokenizer: Tokenizer, body: ResponseRequest) -> Shaping:
         tools = _silenced(tokenizer, tools, params)
     if body.tools:
         params["tool_choice"] = choice.told()
+    strict = [tool.name for tool in body.tools or () if tool.strict]
+    if tools and strict and can_hold(tokenizer):
+        params["strict"] = strict
     if body.parallel_tool_calls is False:
         params["parallel_tool_calls"] = False
     wanted = body.text.format if body.text else None
@@ -134,7 +141,7 @@ def _grammar(
     calling = tools is not None and choice.mode != "none"
     forced = calling and choice.mode == "required"
     if schema is None and not forced:
-        return None
+        return _held(tokenizer, body, tools, choice) if calling and tools else None
     if schema is not None and not calling:
         return _checked("json_schema", guided(schema), "text.format.schema")
     assert tools is not None
@@ -146,7 +153,7 @@ def _grammar(
             "unsupported_parameter",
         )
     several = body.parallel_tool_calls is not False and choice.name is None
-    rules = call_rules(tokenizer, tools, choice, several=several)
+    rules = call_rules(tokenizer, chosen(tools, choice), several=several)
     if forced or schema is None:
         return _checked("lark", f"start: calls\n{rules}", "tools")
     _checked("json_schema", guided(schema), "text.format.schema")
@@ -154,12 +161,41 @@ def _grammar(
     return _checked("lark", rules, "tools")
 
 
+def _held(
+    tokenizer: Tokenizer, body: ResponseRequest, tools: list[Tool], choice: Choice
+) -> dict[str, str] | None:
+    """The grammar of calls that the model may make between free text, where one is needed: strict
+    functions, only some that are allowed, or one call at most. None where calls are free."""
+    strict = [tool.name for tool in body.tools or () if tool.strict]
+    single = body.parallel_tool_calls is False
+    if not strict and not choice.allowed and not single:
+        return None
+    if not can_hold(tokenizer):
+        if choice.allowed:
+            raise bad(
+                "the way this model writes calls cannot be held to some of the tools: send those "
+                "alone in tools",
+                "tool_choice",
+                "unsupported_parameter",
+            )
+        return None  # the response says that nothing is strict
+    may = loosened(chosen(tools, choice), strict, lambda text: _problem("json_schema", text))
+    return _checked("lark", free_rules(tokenizer, may, several=not single), "tools")
+
+
 def _checked(kind: str, text: str, param: str) -> dict[str, str]:
     """A grammar that can be followed. Raises Fault."""
-    from llguidance import LLMatcher  # only requests with a grammar need it
-
     if len(text.encode("utf-8", "replace")) > MAX_GRAMMAR:
         raise bad(f"{param}: more than {MAX_GRAMMAR} bytes of schema: simplify it", param)
+    if problem := _problem(kind, text):
+        raise bad(f"{param}: this schema cannot be followed ({problem}): correct it", param)
+    return {"kind": kind, "text": text}
+
+
+def _problem(kind: str, text: str) -> str:
+    """What is wrong with a grammar, in one line; nothing where it can be followed."""
+    from llguidance import LLMatcher  # only requests with a grammar need it
+
     try:
         made = (
             LLMatcher.grammar_from_json_schema(text)
@@ -168,11 +204,8 @@ def _checked(kind: str, text: str, param: str) -> dict[str, str]:
         )
         problem = LLMatcher.validate_grammar(made, None)
     except (ValueError, TypeError) as error:
-        problem = str(error)
-    if problem:
-        line = problem.strip().splitlines()[0][:200]
-        raise bad(f"{param}: this schema cannot be followed ({line}): correct it", param)
-    return {"kind": kind, "text": text}
+        problem = str(error) or type(error).__name__
+    return problem.strip().splitlines()[0][:200] if problem else ""
 
 
 def _options(tokenizer: Tokenizer, body: ResponseRequest) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ the same fields one level higher. What is rendered is what is stored with the tu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,13 +24,20 @@ FORBIDDEN = -1e4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Whether functions may, must not or must be called; `name`: which one it must be."""
+    """Whether functions may, must not or must be called.
+
+    `name`: which one it must be; `allowed`: which ones it may be, where not all.
+    """
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] = ()
 
     def told(self) -> Any:
         """In the terms of the Responses API."""
+        if self.allowed:
+            tools = [{"type": "function", "name": name} for name in self.allowed]
+            return {"type": "allowed_tools", "mode": self.mode, "tools": tools}
         return {"type": "function", "name": self.name} if self.name else self.mode
 
 
@@ -51,10 +58,32 @@ def choice_of(value: Any, tools: Sequence[Tool]) -> Choice:
         if name not in names:
             raise bad("tool_choice names a function that is not among the tools", "tool_choice")
         return Choice("required", name)
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools", value), names)
     raise bad(
-        "tool_choice is 'auto', 'none', 'required' or {\"type\": \"function\", \"name\": ...}",
+        "tool_choice is 'auto', 'none', 'required', {\"type\": \"function\", \"name\": ...} or "
+        '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
         "tool_choice",
     )
+
+
+def _allowed(value: Any, names: Sequence[str]) -> Choice:
+    """Some of the tools, as either of OpenAI's APIs names them. Raises Fault."""
+    mode = value.get("mode") if isinstance(value, Mapping) else None
+    listed = value.get("tools") if isinstance(value, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise bad(
+            "tool_choice.allowed_tools needs a mode ('auto' or 'required') and a list of tools",
+            "tool_choice",
+        )
+    chosen = []
+    for one in listed:
+        inner = one.get("function", one) if isinstance(one, Mapping) else None
+        name = inner.get("name") if isinstance(inner, Mapping) else None
+        if name not in names:
+            raise bad("tool_choice allows a function that is not among the tools", "tool_choice")
+        chosen.append(str(name))
+    return Choice(mode, allowed=tuple(dict.fromkeys(chosen)))
 
 
 def for_template(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
@@ -70,13 +99,13 @@ def for_template(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     return made
 
 
-def for_client(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Tools as the Responses API tells them."""
+def for_client(tools: Sequence[Mapping[str, Any]], strict: Sequence[str] = ()) -> list[Tool]:
+    """Tools as the Responses API tells them; `strict`: those whose arguments follow the schema."""
     return [
         {
             "type": "function",
             "description": None,
-            "strict": False,
+            "strict": tool["function"]["name"] in strict,
             **tool["function"],
         }
         for tool in tools
@@ -106,11 +135,43 @@ def forbidden_call(tokenizer: Tokenizer) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def call_rules(
-    tokenizer: Tokenizer, tools: Sequence[Tool], choice: Choice, *, several: bool
-) -> str:
+def can_hold(tokenizer: Tokenizer) -> bool:
+    """Whether calls between free text can be held to a grammar: their marks are tokens."""
+    marks = {CALL_MARK, CALL_END}
+    return calls_are_json(tokenizer.template) and marks <= tokenizer.added
+
+
+def chosen(tools: Sequence[Tool], choice: Choice) -> list[Tool]:
+    """The tools that may be called."""
+    names = choice.allowed or ((choice.name,) if choice.name else None)
+    return [tool for tool in tools if names is None or tool["function"]["name"] in names]
+
+
+def loosened(
+    tools: Sequence[Tool], strict: Sequence[str], problem: Callable[[str], str]
+) -> list[Tool]:
+    """The tools, with any object for arguments whose schema cannot be followed and need not be.
+
+    `problem` tells what is wrong with a schema.
+    """
+    made: list[Tool] = []
+    for tool in tools:
+        function = tool["function"]
+        if function["name"] not in strict and problem(guided(function["parameters"])):
+            function = {**function, "parameters": {"type": "object"}}
+        made.append({**tool, "function": function})
+    return made
+
+
+def free_rules(tokenizer: Tokenizer, tools: Sequence[Tool], *, several: bool) -> str:
+    """A Lark grammar of free text with calls in it, at most one unless `several`."""
+    rules = call_rules(tokenizer, tools, several=False)
+    more = "*" if several else "?"
+    return f"start: free (calls free){more}\nfree: /(.|\\n)*/\n{rules}"
+
+
+def call_rules(tokenizer: Tokenizer, wanted: Sequence[Tool], *, several: bool) -> str:
     """Lark rules of which `calls` is one call, or with `several` one or more."""
-    wanted = [tool for tool in tools if choice.name in (None, tool["function"]["name"])]
     rules = []
     for number, tool in enumerate(wanted):
         function = tool["function"]

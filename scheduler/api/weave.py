@@ -144,17 +144,28 @@ def _ids(tokenizer: Tokenizer, told: str, answer: Answer, opening: str) -> list[
     generated = list(answer.ids)
     if generated and generated[-1] in tokenizer.eos_ids:
         generated.pop()
-    text = tokenizer.decode(generated)
-    if opening and told.startswith(opening) and says(told[len(opening) :], text, answer.items):
-        return [*tokenizer.encode(opening), *generated]
-    if says(told, text, answer.items):
+    if opening and told.startswith(opening):
+        rest = told[len(opening) :]
+        if stands_for(tokenizer, rest, generated, answer.items):
+            return [*tokenizer.encode(opening), *generated]
+    if stands_for(tokenizer, told, generated, answer.items):
         return generated
     # Thoughts that the template leaves out of earlier turns: what follows them was generated, too.
     shown = _after_thoughts(tokenizer, generated)
     spoken = [item for item in answer.items if item.get("type") != "reasoning"]
-    if shown and len(shown) < len(generated) and says(told, tokenizer.decode(shown), spoken):
+    if shown and len(shown) < len(generated) and stands_for(tokenizer, told, shown, spoken):
         return shown
     return None
+
+
+def stands_for(tokenizer: Tokenizer, told: str, ids: Sequence[int], items: Sequence[Item]) -> bool:
+    """Whether a template's words for an answer say what was generated as `ids`.
+
+    Control tokens that a model writes amid its text are shown to nobody.
+    """
+    return says(told, tokenizer.decode(ids), items) or says(
+        told, tokenizer.decode(ids, skip_special=True), items
+    )
 
 
 def _after_thoughts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:

@@ -237,10 +237,70 @@ def test_choices_become_grammars(stack: Stack, client: OpenAI) -> None:
     assert mixed["text"].startswith("start: calls | answer")
 
 
+def test_some_tools_are_allowed_and_strict_ones_are_held(stack: Stack, client: OpenAI) -> None:
+    stack.workers.script = None
+    other: Any = {"type": "function", "name": "clock", "parameters": None, "strict": False}
+    strict: Any = {**TOOL, "strict": True}
+
+    def made(tools: list[Any], **more: Any) -> tuple[Any, str]:
+        answer = client.responses.create(
+            model="test-model", input="Bern?", tools=tools, **more
+        )
+        request = last_request(stack, answer.id)
+        names = [tool["function"]["name"] for tool in request["tools"]]
+        assert names == [tool["name"] for tool in tools], "the prompt's head stays the same"
+        assert all("strict" not in tool["function"] for tool in request["tools"])
+        return answer, request["params"].get("grammar", {}).get("text", "")
+
+    def allowed(mode: str) -> Any:
+        tools = [{"type": "function", "name": "clock"}]
+        return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+    for mode, start in (("auto", "start: free"), ("required", "start: calls\n")):
+        answer, grammar = made([TOOL, other], tool_choice=allowed(mode))
+        assert grammar.startswith(start)
+        assert "clock" in grammar
+        assert "weather" not in grammar
+        assert answer.tool_choice.to_dict() == allowed(mode)
+    answer, grammar = made([strict, other])
+    assert grammar.startswith("start: free (calls free)*")
+    assert [tool.strict for tool in answer.tools] == [True, False]
+    answer, grammar = made([TOOL, other], parallel_tool_calls=False)
+    assert grammar.startswith("start: free (calls free)?")
+    assert not answer.parallel_tool_calls
+    assert made([TOOL, other])[1] == ""
+    # What is not strict may have a schema that nobody can follow.
+    odd: Any = {**other, "parameters": {"type": "odd"}}
+    assert made([strict, odd])[1]
+    with pytest.raises(openai.BadRequestError, match="cannot be followed"):
+        made([{**odd, "strict": True}])
+    # Chat has other words for it.
+    chat = client.chat.completions.create(
+        model="test-model", messages=HI,
+        tools=[CHAT_TOOL, {"type": "function", "function": {"name": "clock"}}],
+        tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "auto",
+                "tools": [{"type": "function", "function": {"name": "weather"}}],
+            },
+        },
+    )  # fmt: skip
+    grammar = last_request(stack, "resp_" + chat.id.removeprefix("chatcmpl-"))["params"]["grammar"]
+    assert "weather" in grammar["text"]
+    assert "clock" not in grammar["text"]
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [TOOL]}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
+            "tool_choice",
+        ),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
