@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.library import DEFAULT_MODEL, resolve
+from store.taken import taken
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -37,7 +38,7 @@ def register(subparsers: Any) -> None:
             default=seconds,
             help=f"time for each measurement (default {seconds})",
         )
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, quick=["--seconds", "5"])
 
 
 def decode(arguments: argparse.Namespace) -> int:
@@ -91,9 +92,12 @@ def _measure_decode(model: Model, seconds: float) -> dict[str, Any]:
         rates[f"{name}_bare"] = BLOCK * width / statistics.median(bare)
         pairs[name] = len(ours)
         widths[name] = steps
-        if set(steps) != {width}:
-            raise ModelError(f"the batch ran at widths {sorted(steps)} instead of {width}")
-    return {"ratios": ratios, "tokens_per_second": rates, "pairs": pairs, "widths": widths}
+    expected = {"batch1": "width 1", "batch8": "width 8"}
+    found = {name: "width " + ", ".join(map(str, sorted(steps))) for name, steps in widths.items()}
+    return {
+        "ratios": ratios, "tokens_per_second": rates, "pairs": pairs, "widths": widths,
+        "path": taken("decode", expected, found),
+    }  # fmt: skip
 
 
 def _decode_pairs(
@@ -150,6 +154,7 @@ def _measure_prefill(model: Model, seconds: float) -> dict[str, Any]:
     chunk = min(model.device.chunk, 2048)
     ours_times: list[float] = []
     bare_times: list[float] = []
+    lengths: set[int] = set()
     deadline = time.perf_counter() + seconds
     while not ours_times or time.perf_counter() < deadline:
         ids = token_ids(model, min(8 * chunk + 1, model.context_length), 1)
@@ -158,7 +163,8 @@ def _measure_prefill(model: Model, seconds: float) -> dict[str, Any]:
         starts = iter(range(0, len(ids) - 1, chunk))
 
         def ours(run: Prefill = run) -> None:
-            run.step()
+            start, stop = run.step()
+            lengths.add(stop - start)
 
         def bare(ids: list[int] = ids, caches: Any = caches, starts: Any = starts) -> None:
             start = next(starts)
@@ -181,6 +187,8 @@ def _measure_prefill(model: Model, seconds: float) -> dict[str, Any]:
         },
         "pairs": len(ours_times),
         "chunk": chunk,
+        # The end of a prompt may be shorter.
+        "path": taken("prefill", {"chunk": chunk}, {"chunk": max(lengths)}),
     }
 
 

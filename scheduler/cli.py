@@ -34,6 +34,17 @@ Set TANDEM_DEBUG=1 to see the traceback behind an error.
 """
 
 
+_BENCH = """\
+Measure one part, or without a name all of them in one run: ratios against the bare operation, taken
+in turns. Fails where a benchmark did not take the path that it meant to measure. Runs are kept in a
+file, and the last one on this machine is compared.
+
+  tandem bench
+  tandem bench --only codec,link --json
+  tandem bench decode --seconds 30
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 1 for a failure, 2 for bad input."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -71,13 +82,17 @@ def build_parser(*, bench: bool) -> tuple[argparse.ArgumentParser, dict[str, str
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     broken = _load(COMMANDS, commands)
     benches = commands.add_parser(
-        "bench", help="measure one part", description="Measure one part and print what was seen."
+        "bench", help="measure every part, or one", description=_BENCH, formatter_class=raw
     )
     benches.set_defaults(parser=benches)
     inner = benches.add_subparsers(title="benchmarks", metavar="BENCHMARK")
     if bench:
         for name, why in _load(BENCHES, inner).items():
             print(f"tandem: the benchmark '{name}' cannot be loaded: {why}", file=sys.stderr)
+        from scheduler.bench import suite
+
+        suite.flags(benches)
+        benches.set_defaults(run=lambda args: suite.run(args, inner.choices))
     if broken:
         missing = "".join(f"\n  {name}: {why}" for name, why in sorted(broken.items()))
         parser.epilog = f"{_EXAMPLES}\ncannot be loaded:{missing}\n"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from store.errors import StoreError
 from store.paths import data_dir
 from store.store import Store
+from store.taken import taken
 from store.turns import Turn
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--data", help="where to measure: the disk of this data directory")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, quick=["--rounds", "2"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,6 +117,10 @@ def measure(work: Path, tokens: int, rounds: int) -> dict[str, Any]:
                     times[name].append(seconds)
                 del kept
             (work / f"raw{number}").unlink()
+        found = store.load_state(f"resp_{rounds}", _FINGERPRINT)
+        store_pieces = 0 if found is None else len(found.objects)
+        if found is not None:
+            found.close()
         delta = _delta(store, rounds, reference.fresh(POOL), tokens)
     finally:
         mx.set_cache_limit(before)
@@ -136,6 +141,15 @@ def measure(work: Path, tokens: int, rounds: int) -> dict[str, Any]:
         "bytes": total,
         "pieces": len(rows) + 1,
         "rounds": rounds,
+        # That a save wrote all of it, and a restore gave all of it, is checked in every round.
+        "path": taken(
+            "store",
+            {"saved": len(rows) + 1, "safetensors": "whole"},
+            {
+                "saved": store_pieces,
+                "safetensors": "whole" if others.nbytes >= 0.98 * total else "a part",
+            },
+        ),
         "ratios": {**ratios, "delta_bytes_vs_ideal": delta},
         "seconds": {name: statistics.median(values) for name, values in times.items()},
     }

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from store.taken import taken
+
 if TYPE_CHECKING:
     from store.codec.header import Piece
     from transport.bench_pair import Pair
@@ -35,7 +37,7 @@ def register(subparsers: Any) -> None:
         "--sizes", type=int, nargs="+", default=list(SIZES_MB), help="megabytes (10^6 bytes)"
     )
     parser.add_argument("--no-rdma", action="store_true", help="leave the group out")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, quick=["--sizes", "16", "128"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,6 +58,11 @@ def measure(sizes: list[int], *, with_rdma: bool = True) -> dict[str, Any]:
 
     states = [State.of(size * 1_000_000) for size in sizes]
     with Pair(max(sizes) * 1_000_000, with_rdma=with_rdma) as pair:
+        expected, found = {"tcp": "tcp"}, {"tcp": pair.tcp.path}
+        if with_rdma:
+            expected["rdma"] = "rdma"
+            found["rdma"] = pair.rdma.path if pair.rdma is not None else pair.rdma_reason
+        path = taken("link", expected, found)
         rows = [_measure_size(pair, size, state) for size, state in zip(sizes, states, strict=True)]
         overlap = _overlap(pair, states[-1])
         rdma: dict[str, Any] = {"measured": pair.rdma is not None, "reason": pair.rdma_reason}
@@ -71,6 +78,7 @@ def measure(sizes: list[int], *, with_rdma: bool = True) -> dict[str, Any]:
         "bench": "link",
         "host": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "load": round(os.getloadavg()[0], 1),
+        "path": path,
         "ratios": ratios,
         "sizes": rows,
         "overlap": overlap,

@@ -23,6 +23,7 @@ from scheduler.redis_client import connect
 from scheduler.simulation.cluster import Cluster, Link
 from scheduler.simulation.profile import Profile
 from scheduler.simulation.scenario import back_to_back
+from store.taken import taken
 
 #: Published for these machines and this model: tokens per second, seconds, tokens.
 PREFILL_RATE = 1188.0
@@ -48,11 +49,11 @@ def run(
     """
     chunks = _chunks(scale)
     rows: dict[int, dict[str, float]] = {}
+    path: dict[str, Any] = {}
     for flight in (1, *flights):
         seconds, busy = _measure(jobs, flight, scale)
         busy = busy[len(chunks) :]
-        if len(busy) != jobs * len(chunks):
-            raise JobError(f"{len(busy)} chunks were computed, {jobs * len(chunks)} were expected")
+        path = taken("pipeline", {"chunks": jobs * len(chunks)}, {"chunks": len(busy)})
         span = busy[-1][1] - busy[0][0]
         rows[flight] = {"seconds": seconds, "busy": sum(b - a for a, b in busy) / span}
     alone = rows[1]["seconds"]
@@ -62,6 +63,11 @@ def run(
     return {
         "jobs": jobs,
         "scale": scale,
+        "path": path,
+        "ratios": {
+            f"throughput_{k}_vs_ideal": round(alone / rows[k]["seconds"] / ideal, 3)
+            for k in flights
+        },
         "prefill_busy": round(rows[max(flights)]["busy"], 4),
         "throughput": {str(k): round(alone / rows[k]["seconds"], 3) for k in flights},
         "rival": {str(k): RIVAL[k] for k in flights if k in RIVAL},
@@ -152,7 +158,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--jobs", type=int, default=8, help="jobs for each number in flight")
     parser.add_argument("--scale", type=float, default=10.0, help="how much faster than life")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, quick=["--jobs", "4", "--scale", "20"])
 
 
 def _run(args: argparse.Namespace) -> int:

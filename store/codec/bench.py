@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from store.taken import taken
+
 TOKENS = 17_500
 POOL = 16
 ROUNDS = 12
@@ -28,7 +30,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--rounds", type=int, default=ROUNDS, help=f"measured rounds (default {ROUNDS})"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, quick=["--rounds", "3"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
         return 0
-    print(f"{found['bytes'] / 1e6:.1f} MB in {found['pieces']} pieces ({found['path']})")
+    copies = found["path"]["taken"]["copies"]
+    print(f"{found['bytes'] / 1e6:.1f} MB in {found['pieces']} pieces ({copies})")
     for name, value in found["ratios"].items():
         print(f"{name:<30} {value:.3f}")
     for name, value in found["gb_per_second"].items():
@@ -130,7 +133,11 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
         "header_bytes": sum(map(len, heads)),
         "pieces": len(packed),
         "block_tokens": layout.block_tokens,
-        "path": "device" if memory.packs_on_device() else "host",
+        "path": taken(
+            "codec",
+            {"copies": "device" if mx.metal.is_available() else "host"},
+            {"copies": "device" if memory.packs_on_device() else "host"},
+        ),
         "build": build(),
         "rounds": rounds,
         "ratios": {name: round(value, 4) for name, value in ratios.items()},
