@@ -13,8 +13,12 @@ state is a few hundred bytes, and a million of those must not cost a MiB each.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import struct
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgpack
@@ -23,6 +27,7 @@ import xxhash
 
 from store import pages
 from store.codec.header import Header, Piece
+from store.codec.parted import Place
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError
 from store.schemas import Schemas
@@ -40,6 +45,8 @@ TAG_BYTES = 8
 NO_TAG = b"\0" * TAG_BYTES
 _RECORD = struct.Struct("<BBHI16s16sQQQQ8s8s")
 _SMALL = 1
+_PAGE_HEAD = 16
+"""Bytes of LMDB 0.9's page header."""
 _TOTALS = struct.Struct("<QQQ")
 
 
@@ -233,6 +240,24 @@ class Blocks:
             views.append(memoryview(value)[PART_HEAD.size : PART_HEAD.size + length].toreadonly())
             left -= wanted
         return views
+
+    def places(self, views: Sequence[memoryview]) -> list[Place]:
+        """Where payloads from `view_parts` lie in the data file; empty where that cannot be told.
+
+        A bulk value begins right behind the header of its first page, which begins with the page's
+        number; the part's own header is read back from the place found.
+        """
+        environment = self._environment
+        found = []
+        for view in views:
+            address = np.frombuffer(view, np.uint8).ctypes.data - PART_HEAD.size
+            number = int.from_bytes(ctypes.string_at(address - _PAGE_HEAD, 8), sys.byteorder)
+            offset = number * environment.page_size + _PAGE_HEAD
+            head = os.pread(environment.data_fd, PART_HEAD.size, offset)
+            if head != ctypes.string_at(address, PART_HEAD.size):
+                return []
+            found.append(Place(environment.data_fd, offset + PART_HEAD.size))
+        return found
 
     def touch(self, txn: Txn, ident: bytes, number: int) -> None:
         """Bring a bulk part into the page cache; one that is gone is none."""

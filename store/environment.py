@@ -83,6 +83,7 @@ class Environment:
         self.snap: Table = env.open_db(b"snap")
         self.state: Table = env.open_db(b"state")
         self.turn: Table = env.open_db(b"turn")
+        self.data_fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
         self._lock_fd = lock_fd
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._begin_since: float | None = None
@@ -237,6 +238,7 @@ class Environment:
                 return  # stuck in `begin`: closing under it would crash, the process must end
             self.env.sync(True)
             self.env.close()
+            os.close(self.data_fd)
         if self._lock_fd >= 0 and not keep_lock and not self._writer.is_alive():
             os.close(self._lock_fd)
             self._lock_fd = -1

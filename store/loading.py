@@ -19,7 +19,7 @@ import numpy as np
 
 from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, seal
 from store.codec.header import CodecError, Header, Piece, parse
-from store.codec.parted import Parted
+from store.codec.parted import CAN_SCATTER, Parted, Placed
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.states import Pins, StateRef
@@ -183,7 +183,10 @@ class StateReader:
         if record.parts > 1 and header.kind == "rows":
             return Piece(header, self._payload(ident, record))  # of a model with very wide rows
         views = self._blocks.view_parts(txn, ident, record)
-        return Piece(header, views[0]) if len(views) == 1 else Parted(header, tuple(views))
+        places = self._blocks.places(views) if CAN_SCATTER else []
+        if len(views) == 1:
+            return Placed(header, views[0], places[0]) if places else Piece(header, views[0])
+        return Parted(header, tuple(views), tuple(places))
 
     def _damage(self, ident: bytes, error: Exception) -> None:
         with self._environment.read() as txn:

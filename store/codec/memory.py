@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -237,6 +237,40 @@ def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
     wait(futures)
     for future in futures:
         future.result()
+
+
+class Crew:
+    """Runs tasks that leave the interpreter's lock on several threads, while their giver makes the
+    next ones. A context manager: its end waits for all, and raises what the first to fail did."""
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes` are what all tasks will move: where that is little they run at once."""
+        self._alone = nbytes < _PARALLEL_BYTES or _THREADS < 2
+        self._waiting: list[Callable[[], object]] = []
+        self._futures: list[Future[None]] = []
+
+    def add(self, task: Callable[[], object]) -> None:
+        """One more task."""
+        if self._alone:
+            task()
+            return
+        self._waiting.append(task)
+        if len(self._waiting) == _STRIDE:  # seldom: each hand-over wakes a thread
+            self._submit()
+
+    def _submit(self) -> None:
+        self._futures.append(_pool().submit(_each, self._waiting))
+        self._waiting = []
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _each(self._waiting)
+        # All must have ended before the memory that they touch can be let go.
+        wait(self._futures)
+        for future in self._futures if kind is None else ():
+            future.result()
 
 
 class Ahead:

@@ -1,13 +1,46 @@
-"""A piece whose payload lies in several places, such as a store's values in its map."""
+"""Pieces whose payload lies in several places, such as a store's values, or in a file too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
 from store.codec.header import CodecError, Header, Piece
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where some bytes of a piece lie in an open file as well."""
+
+    fd: int
+    offset: int
+
+    def scatter(self, into: Sequence[Any], nbytes: int) -> bool:
+        """Read `nbytes` bytes into the buffers `into`, one after the other; False where that does
+        not succeed.
+
+        One system call that runs without the interpreter's lock, however many buffers there are.
+        """
+        try:
+            return os.preadv(self.fd, into, self.offset) == nbytes
+        except OSError:
+            return False
+
+
+MOST_BUFFERS = 1000
+"""Buffers of one call; systems allow 1,024."""
+CAN_SCATTER = hasattr(os, "preadv")
+
+
+@dataclass(frozen=True)
+class Placed(Piece):
+    """A piece whose payload lies in a file too, `place`."""
+
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -16,6 +49,8 @@ class Parted:
 
     header: Header
     parts: tuple[memoryview, ...]
+    places: tuple[Place, ...] = ()
+    """Where each part lies in a file, if all do."""
 
     @classmethod
     def of(cls, piece: Piece | Parted) -> Parted:

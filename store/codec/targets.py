@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from store.codec import memory
 from store.codec.cacheclass import Growing, live
 from store.codec.header import MAX_DEPTH, CodecError, Leaf, offsets_of
 from store.codec.layout import Layout, Slot, Width
-from store.codec.parted import Parted
+from store.codec.parted import MOST_BUFFERS, Parted, Place
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
@@ -60,6 +61,7 @@ class Target:
         self._memory = reserve.take(key, self.row_bytes * capacity)
         flat = memory.view(self._memory)[: self.row_bytes * capacity]
         self._view: memory.Bytes | None = flat.reshape(self.outer, -1) if flat.size else None
+        self._memory_view = flat.data
 
     def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
         """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
@@ -73,6 +75,14 @@ class Target:
         place = self._view[:, first * width : (first + rows) * width]
         place[...] = part.reshape(self.outer, -1)
 
+    def lanes(self) -> Iterator[tuple[memoryview, int]]:
+        """The memory that rows go to, in the order of a payload's bytes: for each index before the
+        token axis all of it, and the bytes that one row takes there."""
+        width = self.row_bytes // self.outer
+        room = self.capacity * width
+        for at in range(0, self.outer * room, room):
+            yield self._memory_view[at : at + room], width
+
     def array(self, rows: int) -> mx.array:
         """The finished array, unevaluated: the whole buffer, zeros behind its rows, or where
         exact its live rows."""
@@ -80,6 +90,7 @@ class Target:
             # The memory may have been another conversation's.
             self._view[:, rows * (self.row_bytes // self.outer) :] = 0
         self._view = None
+        self._memory_view = memoryview(b"")
         shape = list(self.width.shape)
         shape[self.row.axis] = self.capacity
         whole = memory.shaped(self._memory, self.width.dtype, shape)
@@ -162,13 +173,45 @@ class StateArrays:
         """Check and copy, after all arrays are known. Raises CodecError where one was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
-        copies = [
-            partial(_fill, memory.view(block)[: leaf.nbytes], self._piece, offset)
+        targets = sorted(
+            (offset, memory.view(block)[: leaf.nbytes])
             for block, leaf, offset in self._blocks
             if leaf.nbytes
-        ]
+        )
+        copies = (
+            self._scattered(targets)
+            if self._piece.places
+            else [partial(_fill, target, self._piece, offset) for offset, target in targets]
+        )
         memory.run_all([self._piece.verify, *copies], self._piece.nbytes)
         self._blocks = []
+
+    def _scattered(self, targets: list[tuple[int, memory.Bytes]]) -> list[Callable[[], None]]:
+        """For each part that lies in a file, its bytes into the arrays that they belong to."""
+        copies: list[Callable[[], None]] = []
+        at = 0
+        for part, place in zip(self._piece.parts, self._piece.places, strict=True):
+            stop = at + part.nbytes
+            into = [
+                target[max(at - offset, 0) : stop - offset]
+                for offset, target in targets
+                if offset < stop and offset + target.size > at
+            ]
+            copies.append(partial(scatter, part, place, into))
+            at = stop
+        return copies
+
+
+def scatter(payload: memoryview, place: Place, into: Sequence[Any]) -> None:
+    """Bring a payload into the buffers `into`, from its file or else from memory."""
+    if len(into) <= MOST_BUFFERS and place.scatter(into, payload.nbytes):
+        return
+    source = np.frombuffer(payload, np.uint8)
+    at = 0
+    for buffer in into:
+        target = np.frombuffer(buffer, np.uint8)
+        target[...] = source[at : at + target.size]
+        at += target.size
 
 
 def _fill(target: memory.Bytes, piece: Parted, offset: int) -> None:

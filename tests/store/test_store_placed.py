@@ -1,0 +1,107 @@
+"""Restoring from the data file's own offsets: the same bytes, with or without."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from store.blocks import Blocks
+from store.codec import memory, reference
+from store.codec.layout import Layout
+from store.codec.pack import Exporter
+from store.codec.parted import CAN_SCATTER, Place
+from store.codec.unpack import Importer
+from store.store import Store
+from store.turns import Turn
+
+MODEL = b"\0" * 16
+TOKENS = 1000
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Layout, list[bytes]]]:
+    """A store with one state of the real classes, and what is in it."""
+    caches = reference.fresh(16)
+    reference.fill(caches, TOKENS)
+    layout = Layout.of(caches, reference.MODEL_TYPE, MODEL)
+    ids = list(range(TOKENS + 1))
+    exporter = Exporter(layout, ids)
+    rows, snapshot = exporter.rows(caches, TOKENS, last=True), exporter.snapshot(caches)
+    store = Store.open(tmp_path_factory.mktemp("placed") / "store", 1 << 30)
+    store.put_turn(Turn("resp_1", "conv_1", fingerprint=MODEL, prompt_ids=ids))
+    store.save_state("resp_1", rows, snapshot)
+    yield store, layout, contents(layout, caches)
+    store.close()
+
+
+def contents(layout: Layout, caches: Any) -> list[bytes]:
+    exporter = Exporter(layout, list(range(TOKENS + 1)))
+    pieces = [*exporter.rows(caches, TOKENS, last=True), exporter.snapshot(caches)]
+    return [bytes(piece.payload) for piece in pieces]
+
+
+def restored(store: Store, layout: Layout) -> Any:
+    reader = store.load_state("resp_1", MODEL)
+    assert reader is not None
+    importer = Importer(layout, reference.fresh(16), MODEL, reader.ref.tokens)
+    return reader.feed(
+        importer.add_all, lambda piece: None if piece is None else importer.finish(piece)
+    )
+
+
+@pytest.mark.parametrize("way", ["placed", "refused", "short", "unknown", "one thread"])
+def test_the_same_bytes_whichever_way_they_come(
+    saved: tuple[Store, Layout, list[bytes]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layout, expected = saved
+    seen: list[int] = []
+    scatter = Place.scatter
+
+    def noted(self: Place, into: Any, nbytes: int) -> bool:
+        if way == "refused":
+            return False
+        if way == "short":
+            self = Place(os.open(os.devnull, os.O_RDONLY), self.offset)
+        done = scatter(self, into, nbytes)
+        if way == "short":
+            os.close(self.fd)
+        seen.append(done)
+        return done
+
+    monkeypatch.setattr(Place, "scatter", noted)
+    if way == "unknown":
+        monkeypatch.setattr(Blocks, "places", lambda self, views: [])
+    if way == "one thread":
+        monkeypatch.setattr(memory, "_THREADS", 1)
+    caches = restored(store, layout)
+    mx.eval([cache.state for cache in caches])
+    assert contents(layout, caches) == expected
+    if way in ("placed", "one thread"):
+        assert CAN_SCATTER
+        assert len(seen) > TOKENS // layout.block_tokens
+        assert all(seen)
+
+
+def test_damage_is_found_as_ever(saved: tuple[Store, Layout, list[bytes]]) -> None:
+    store, layout, _ = saved
+    with store.environment.read() as txn:
+        state = store.states.get(txn, "resp_1")
+        assert state is not None
+        ident, record = store.blocks.line(txn, state.head)[3]
+        key = ident + b"\0\0"
+        value = bytes(txn.get(key, db=store.environment.dat))
+    broken = bytearray(value)
+    broken[5000] ^= 1
+    store.environment.write(lambda txn: txn.put(key, bytes(broken), db=store.environment.dat))
+    try:
+        assert restored(store, layout) is None
+        assert ident in store.damaged
+    finally:
+        store.environment.write(lambda txn: txn.put(key, value, db=store.environment.dat))
+        store.damaged.clear()
+    assert restored(store, layout) is not None
+    assert record.start > 0
