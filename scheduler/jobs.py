@@ -48,13 +48,16 @@ _FORECAST = 250
 _LISTED = [name.encode() for name in LISTED]
 
 #: Seconds for which the record of a job that is not to be stored outlives it, so that its client
-#: gets the answer; one of the background is asked for only later.
-BRIEF, BRIEF_BACKGROUND = 60, 600
+#: gets the answer; one of the background is asked for only later, one of a batch by its driver.
+BRIEF, BRIEF_BACKGROUND, BRIEF_BATCH = 60, 600, 2 * 86_400
 
 
 def _brief(new: NewJob) -> dict[str, int]:
     if new.request.get("store", True):
         return {}
+    about = (new.request.get("params") or {}).get("about") or {}
+    if about.get("batch"):
+        return {"brief": BRIEF_BATCH}
     return {"brief": BRIEF_BACKGROUND if new.background else BRIEF}
 
 
@@ -218,6 +221,14 @@ class Jobs:
     def note(self, resp: str, name: str, piece: bytes) -> None:
         """Add packed notes to the record of an ended job, where there still is one."""
         scripts.call(self.client, "note", {"id": resp, "name": name, "ledger": piece})
+
+    def let_go(self, job: Job) -> None:
+        """The answer of an ended job is written down elsewhere; one not to be stored goes now."""
+        if not job.request.get("store", True):
+            pipe = self.client.pipeline(transaction=False)
+            for key in (f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id)):
+                pipe.expire(key, BRIEF)
+            pipe.execute()
 
     def abandon(self, resp: str, grace: float | None = None) -> Status:
         """The client of a foreground job has gone; returns the job's status.

@@ -37,7 +37,7 @@ from scheduler.api.metrics import Metrics
 from scheduler.api.situation import Looker
 from scheduler.config import Config, ConfigError, is_loopback
 from scheduler.host import lifeline
-from scheduler.owners import Owners
+from scheduler.owners import Owners, OwnersError
 from scheduler.redis_client import AWAY
 
 log = logging.getLogger("tandem.api")
@@ -50,7 +50,10 @@ def create_app(config: Config) -> FastAPI:
 
     Raises TokenizerError, and ConfigError where it would be open to others without a token.
     """
-    named = bool(config.api.token or Owners(config.data_dir).list())
+    try:
+        named = bool(config.api.token or Owners(config.data_dir).list())
+    except OwnersError as error:
+        raise ConfigError(str(error)) from None
     if not named and not is_loopback(config.api.host):
         raise ConfigError(
             f"api.host = {config.api.host!r} is reachable from other machines, and api.token is "

@@ -15,8 +15,8 @@ from redis.exceptions import RedisError
 from scheduler import events
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, unavailable
-from scheduler.api.preamble import Preambles
 from scheduler.api.pictures import Pictures
+from scheduler.api.preamble import Preambles
 from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer

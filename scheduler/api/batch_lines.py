@@ -103,11 +103,16 @@ class Lines:
         return Line(number, custom, body)
 
 
-def request_of(endpoint: Endpoint, body: dict[str, Any]) -> ResponseRequest:
-    """The request in a line's body, as a job of the batch class. Raises Fault 400."""
+def request_of(batch: Batch, body: dict[str, Any]) -> tuple[ResponseRequest, dict[str, Any]]:
+    """(the request in a line's body as a job of the batch class, what is remembered with it).
+
+    Raises Fault 400.
+    """
+    about: dict[str, Any] = {"batch": batch.id}
     try:
-        if endpoint == "/v1/chat/completions":
+        if batch.endpoint == "/v1/chat/completions":
             chat = ChatRequest.model_validate(body)
+            about |= {"chat": True} if chat.store else {}
             streams, made = chat.stream, to_response_request(chat)
         else:
             made = ResponseRequest.model_validate(body)
@@ -117,7 +122,8 @@ def request_of(endpoint: Endpoint, body: dict[str, Any]) -> ResponseRequest:
         raise from_validation(found) from None
     if streams:
         raise bad("a batch has no streams: leave out stream", "stream")
-    return made.model_copy(update={"background": True, "service_tier": "batch", "stream": None})
+    update = {"background": True, "service_tier": "batch", "stream": None}
+    return made.model_copy(update=update), about
 
 
 def entry_id(batch: Batch, number: int) -> str:

@@ -177,7 +177,7 @@ class BatchRun:
         """Submit one line, or find it submitted; False where nothing can be submitted now."""
         batch, number = self.batch, line.number
         try:
-            body = request_of(batch.endpoint, line.body)
+            body, about = request_of(batch, line.body)
             key = f"{batch.id}:{number}"
             response = response_id(owner_of(body), key)
             try:
@@ -193,7 +193,7 @@ class BatchRun:
                         ),
                     )  # fmt: skip
                     return True
-                accept(self._backend, body, key)
+                accept(self._backend, body, key, about)
             self._backend.batches.mark_sent(batch, number)
         except Fault as fault:
             if fault.status in _PASSING or fault.code in _BUSY:
@@ -251,6 +251,7 @@ class BatchRun:
             return
         ok, entry = answered(batch, line.number, line.custom_id, job)
         self._journal.add(line.number, ok, entry)
+        self._backend.jobs.let_go(job)
 
     def _write(self, line: Line, entry: Entry) -> None:
         self._journal.add(line.number, False, entry)

@@ -48,6 +48,7 @@ class Gate:
             IMPORT: (config.api.max_bundle_mb << 20, "api.max_bundle_mb"),
         }
         self._hosts = {"localhost", config.api.host.lower()}
+        self._exposed = not is_loopback(config.api.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +81,8 @@ class Gate:
         address = (scope.get("client") or ("", 0))[0]
         path = scope["path"]
         kind, given = _credentials(headers)
-        guarded = bool(self._token) or bool(self._owners.list())
+        # Where others can connect, taking the last token away must not open the door.
+        guarded = self._exposed or bool(self._token) or bool(self._owners.list())
         if guarded:
             caller = self._known(given, address)
             if caller is None:
@@ -89,7 +91,7 @@ class Gate:
                 return _NOBODY, Fault(
                     401,
                     "this server needs a token: send it as 'Authorization: Bearer <token>' or as "
-                    "'x-api-key'",
+                    "'x-api-key' (the `tandem` command takes it from TANDEM_API_TOKEN)",
                     code="invalid_api_key",
                 )
         elif not self._is_local(headers.get("host", "")):

@@ -27,11 +27,13 @@ from redis.exceptions import RedisError
 
 from scheduler.api.backend import Backend
 from scheduler.api.situation import Looker, Situation
-from scheduler.record import LISTED, TERMINAL, Job, Status, parse
+from scheduler.record import LISTED, TERMINAL, Job, parse
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _RATES = (1, 2, 5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200)
 _CHUNK = 500
+_ENDED = (*sorted(f"tandem:jobs:{status}" for status in TERMINAL), "tandem:brief")
+"""Where ended jobs are listed by the time of their end; those not to be stored for an hour."""
 _MAX_ENDED = 50_000
 """Ended jobs counted in one scrape; the rest is counted in the next."""
 
@@ -43,10 +45,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._backend = backend
         self._lock = threading.Lock()
-        self._seen: dict[Status, tuple[float, set[bytes]]] = {}
         at = time.time()
-        for status in TERMINAL:
-            self._seen[status] = (at, set())
+        self._seen: dict[str, tuple[float, set[bytes]]] = {name: (at, set()) for name in _ENDED}
         made = self.registry
         self.requests = Counter(
             "tandem_http_requests", "Requests by route and status", ("method", "route", "status"),
@@ -109,13 +109,13 @@ class Metrics:
     def _count(self) -> None:
         """Count what has ended since the last time; nothing twice, nothing left out."""
         client = self._backend.redis
-        for status in sorted(TERMINAL):
-            since, known = self._seen[status]
+        for index in _ENDED:
+            since, known = self._seen[index]
             # Jobs that end within one microsecond share a score: those at the edge are remembered.
             new = cast(
                 "list[tuple[bytes, float]]",
                 client.zrange(
-                    f"tandem:jobs:{status}", since, "+inf",
+                    index, since, "+inf",
                     byscore=True, offset=0, num=_MAX_ENDED, withscores=True,
                 ),
             )  # fmt: skip
@@ -133,7 +133,7 @@ class Metrics:
             if new:
                 last = new[-1][1]
                 edge = {name for name, at in new if at == last}
-                self._seen[status] = (last, edge | known if last == since else edge)
+                self._seen[index] = (last, edge | known if last == since else edge)
 
     def _add(self, job: Job) -> None:
         self._ended.labels(job.status, job.priority).inc()

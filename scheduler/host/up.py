@@ -108,7 +108,7 @@ def run_up(args: argparse.Namespace) -> int:
         agent.ready = stack.config.model_name
         if "api" in roles:
             console.print(f"api      {config.api_url}/v1   model {config.model_name}")
-            console.print(f"queues   {config.api_url}/rq")
+            console.print(f"status   {config.api_url}/   queues {config.api_url}/rq")
         console.print("ready; Ctrl-C drains and stops")
         stack.supervisor.run()
     except StackFailed as error:

@@ -121,7 +121,11 @@ local function finish(id, status, events, fields)
   -- Of a job that is not to be stored nothing is left once its client has its answer.
   local brief = redis.call('HGET', key, 'brief')
   local keep = brief and math.min(args.keep, tonumber(brief)) or args.keep
-  if brief then redis.call('ZREM', 'tandem:jobs:' .. status, id) end
+  if brief then
+    redis.call('ZREM', 'tandem:jobs:' .. status, id)
+    redis.call('ZADD', 'tandem:brief', stamp(NOW), id)  -- counted by the metrics, then forgotten
+    redis.call('ZREMRANGEBYSCORE', 'tandem:brief', 0, stamp(NOW - 3600))
+  end
   redis.call('EXPIRE', key, keep)
   redis.call('EXPIRE', 'tandem:events:' .. id, keep)
   redis.call('EXPIRE', 'tandem:prompt:' .. id, math.min(keep, PROMPT_KEEP))

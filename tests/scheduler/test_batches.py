@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import stat
 from collections import Counter
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from api_stack import Stack, Workers
@@ -179,7 +181,7 @@ def test_chat_lines_give_chat_completions(stack: Stack) -> None:
         told = {"model": "test-model", "messages": [{"role": "user", "content": "Hi"}], **body}
         return line(number, url="/v1/chat/completions", body=told)
 
-    lines = jsonl(chat(1), chat(2, max_tokens=3), chat(3, messages=[]))
+    lines = jsonl(chat(1), chat(2, max_tokens=3, store=False), chat(3, messages=[]))
     batch = end(stack, start(stack, lines, "/v1/chat/completions").id)
     rows = contents(stack, batch.output_file_id)
     bodies = [row["response"]["body"] for row in rows]
@@ -345,3 +347,27 @@ def test_two_drivers_never_share_a_journal(stack: Stack) -> None:
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 19
     second.stop()
+
+
+ODD = {
+    "deep": b"[" * 200_000,
+    "deeper": b'{"a":' * 100_000,
+    "binary": b"\xff\xfe",
+    "empty": b"",
+    "null": b"null",
+    "huge": b'{"input_file_id": 1e999}',
+    "surrogate": b'{"input_file_id": "\\ud800", "endpoint": "x", "completion_window": "24h"}',
+    "cut": b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx\r\n',
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/batches", "/v1/files"])
+def test_bodies_that_no_client_sends(stack: Stack, path: str) -> None:
+    kinds = ("application/json", "multipart/form-data; boundary=b", "text/plain")
+    for name, kind in itertools.product(ODD, kinds):
+        answer = httpx.post(stack.url + path, content=ODD[name], headers={"content-type": kind})
+        assert 400 <= answer.status_code < 500, (name, kind, answer.text)
+        error = answer.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "Traceback" not in answer.text
+        assert str(stack.config.data_dir) not in answer.text

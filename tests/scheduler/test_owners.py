@@ -19,8 +19,10 @@ from redis_kit import eventually
 from starlette.routing import Mount, Route
 
 from scheduler import owners
+from scheduler.api.app import create_app
 from scheduler.api.rates import Rates
 from scheduler.cli import main
+from scheduler.config import ConfigError
 from scheduler.jobs import Jobs
 from scheduler.owners import Owners, OwnersError
 from scheduler.record import NewJob, response_id
@@ -346,6 +348,25 @@ def test_tokens_come_and_go_while_it_runs(world: World) -> None:
     assert world.call(world.bob, "GET", "/v1/models").is_success
     assert world.call("nobody", "GET", "/v1/models").status_code == 401
     path.write_text(good)
+
+
+def test_the_last_token_taken_away_opens_no_door(redis_url: str, tmp_path: Any) -> None:
+    from starlette.testclient import TestClient
+
+    with Stack(redis_url) as stack:
+        data = stack.config.data_dir
+        token = owners.add(data, "alice")
+        api = stack.config.api.model_copy(update={"host": "0.0.0.0"})
+        app = create_app(stack.config.model_copy(update={"api": api}))
+        client = TestClient(app, base_url="http://localhost")
+        assert client.get("/v1/models", headers={"x-api-key": token}).status_code == 200
+        owners.remove(data, "alice")
+        assert client.get("/v1/models").status_code == 401
+        with pytest.raises(ConfigError, match="reachable"):
+            create_app(stack.config.model_copy(update={"api": api}))
+        (data / owners.FILE).write_text("{")
+        with pytest.raises(ConfigError, match="not a file of owners"):
+            create_app(stack.config)
 
 
 def test_limits_are_told_in_each_clients_words(world: World) -> None:
