@@ -14,7 +14,6 @@ from mlx_vlm.speculative.drafters import (
     load_drafter,
     validate_drafter_compatibility,
 )
-from mlx_vlm.speculative.drafters.mtp_base import AutoregressiveMTPDraftModel
 from mlx_vlm.speculative.drafters.mtp_split import get_mtp_splitter
 
 from engine.errors import ModelError
@@ -26,8 +25,11 @@ if TYPE_CHECKING:
 # A smaller model reads at most this many of a conversation's last tokens before it proposes.
 DRAFT_CONTEXT = 1024
 INNER = ("dflash", "dspark", "eagle")  # draft from inner layers of the target
-# What an mlx-vlm head keeps of the row it follows.
-HEAD_STATE = ("_cache", "_seed_token", "_seed_hidden", "_next_position", "_round_appended")
+# What every head of mlx-vlm can do, whatever its class.
+HEAD = ("reset", "prefill_from_target_hidden", "draft_block", "accept_verified_tokens")
+# What a head takes from its target or from MLX; all else with an underscore belongs to a row.
+BOUND = {"_input_embed", "_input_embed_scale", "_lm_head_fn", "_greedy_argmax_fn"}
+BOUND |= {"_no_grad", "_training"}
 
 
 class Drafter(Protocol):
@@ -117,32 +119,48 @@ class MtpDrafter:
     name = "mtp"
     hidden = True
 
-    def __init__(self, model: Model, head: Any) -> None:
-        """`head` is mlx-vlm's drafter; raises `ModelError` when it is none of this kind."""
-        if not isinstance(head, AutoregressiveMTPDraftModel):
+    def __init__(self, model: Model, head: Any, idle: dict[str, Any] | None = None) -> None:
+        """`head` is mlx-vlm's drafter, `idle` its state before it followed any row.
+
+        Raises `ModelError` when it is none of this kind.
+        """
+        if not all(callable(getattr(head, name, None)) for name in HEAD):
             raise ModelError(
                 f"{type(head).__name__} is no multi-token-prediction head of this kind"
             )
         self._model = model
         self._head: Any = head
-        self._state: dict[str, Any] = {}
+        self._state = dict(idle) if idle is not None else _state_of(head)
+        self._idle = dict(self._state)
         self._last: mx.array | None = None
 
     @classmethod
     def load(cls, model: Model, path: Path) -> MtpDrafter:
         """From a drafter directory, or a checkpoint that still has its MTP layers."""
+        from engine.model import nbytes, widen
+
         try:
             head, kind = load_drafter(str(path))
             validate_drafter_compatibility(model.model, head, kind)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
             raise ModelError(f"no drafter can be loaded from {path} ({error})") from error
+        if model.device.dtype == "float32":
+            widen(head, model.device)
+        need, room = nbytes(head) + model.nbytes, model.device.working_set_bytes
+        if need > room:
+            raise ModelError(
+                f"the prediction head does not fit: it needs {need / 1e9:.1f} GB with the model's "
+                f"weights, and this device may hold {room / 1e9:.1f} GB"
+            )
         return cls(model, head)
 
     def fresh(self) -> MtpDrafter:
-        return MtpDrafter(self._model, self._head)
+        return MtpDrafter(self._model, self._head, self._idle)
 
     def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
         assert hidden is not None, "the target's hidden state is asked for"
+        self._state = dict(self._idle)
+        self._enter()  # or `reset` would undo what another row has proposed
         self._head.reset(self._model.lm)
         last = mx.array([[ids[-1]]], dtype=mx.int32)
         self._head.prefill_from_target_hidden(
@@ -182,7 +200,7 @@ class MtpDrafter:
 
     def abort(self) -> None:
         undo = getattr(self._head, "abort_draft_round", None)
-        if undo is not None and self._state:
+        if undo is not None:
             self._enter()
             undo()
             self._leave(self._last)
@@ -192,7 +210,7 @@ class MtpDrafter:
             setattr(self._head, name, value)
 
     def _leave(self, last: mx.array | None) -> None:
-        self._state = {name: getattr(self._head, name) for name in HEAD_STATE}
+        self._state = _state_of(self._head)
         self._last = last
 
 
@@ -336,6 +354,13 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _state_of(head: Any) -> dict[str, Any]:
+    """What a head keeps of the row it follows. MLX's modules hold some of it as dictionaries."""
+    names = {*vars(head), *head} if isinstance(head, dict) else {*vars(head)}
+    own = sorted(name for name in names if name.startswith("_") and name not in BOUND)
+    return {name: getattr(head, name) for name in own}
 
 
 def _greedy(logits: mx.array) -> mx.array:

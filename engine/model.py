@@ -201,7 +201,12 @@ class Model:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all parameters as loaded."""
-        return sum(leaf.nbytes for _, leaf in _leaves(self.model))
+        return nbytes(self.model)
+
+
+def nbytes(module: Module) -> int:
+    """Bytes of all parameters of a module."""
+    return sum(leaf.nbytes for _, leaf in _leaves(module))
 
 
 def evaluate(caches: Caches) -> None:

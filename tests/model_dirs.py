@@ -46,6 +46,39 @@ def make_tiny_model(
     return path
 
 
+def make_mtp_model(path: Path, *, seed: int = 8) -> Path:
+    """Write the tiny glm5_next with its multi-token-prediction layer, as checkpoints have it."""
+    import dataclasses
+
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_vlm.speculative.drafters.glm5_next_mtp.config import Glm5NextMTPConfig
+    from mlx_vlm.speculative.drafters.glm5_next_mtp.glm5_next_mtp import Glm5NextMTPDraftModel
+    from tiny_models import TINY
+
+    make_model_dir(path, "chatml")
+    model = TINY["glm5_next"].build()
+    head = Glm5NextMTPDraftModel(Glm5NextMTPConfig(text_config=model.args, block_size=3))
+    weights = {f"language_model.{name}": leaf for name, leaf in tree_flatten(model.parameters())}
+    layer = f"language_model.model.layers.{model.args.num_hidden_layers}."
+    mx.random.seed(seed)
+    for name, leaf in tree_flatten(head.parameters()):
+        own = name.removeprefix("mtp_block.").replace("shared_head_norm", "shared_head.norm")
+        made = 1 + mx.zeros(leaf.shape) if "norm" in name else 0.1 * mx.random.normal(leaf.shape)
+        weights[layer + own] = made
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    file = path / "config.json"
+    config = {
+        **json.loads(file.read_text()),
+        "model_type": "glm5_next",
+        "text_config": {**dataclasses.asdict(model.args), "num_nextn_predict_layers": 1},
+        "vocab_size": model.args.vocab_size,
+        "quantization": {"group_size": 32, "bits": 4},
+    }
+    file.write_text(json.dumps(config))
+    return path
+
+
 IMAGE_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from decode_kit import Node, make_job, replay_of
+from model_dirs import make_mtp_model
 
+from engine.device import prepare
+from engine.drafters import Drafter, find_drafter
 from engine.errors import ModelError
-from engine.model import Model
+from engine.model import Model, load
 from engine.solo import answer
+from engine.text import load_tokenizer
 from scheduler.execution import Execution, Finished
 from scheduler.record import Job
 from worker_decode.answers import sampling
@@ -152,6 +157,51 @@ def test_a_resumed_conversation_is_the_oracles(node: Node, words: Any) -> None:
     assert finished.result.path["path"] == "hot"
     assert finished.result.computed_tokens == len(ids) - len(job.prompt_ids) - 19
     assert node.said(more) == node.oracle(more)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load(make_mtp_model(tmp_path_factory.mktemp("mtp") / "tiny"), prepare())
+
+
+def test_a_models_own_head_is_found_and_drafts(glm: Model, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(glm.path)
+    node = Node(glm, tokenizer, tmp_path)
+    jobs = [ask(i, 20 + i, seed=i, temperature=0.5 * i) for i in range(3)]
+    ended = run(node, jobs)
+    for job in jobs:
+        assert node.said(job) == alone(node, job, tokenizer)
+    facts = node.engine.facts()["decode"]["speculation"]
+    assert (facts["drafter"], facts["reason"], facts["batch_reason"]) == ("mtp", "", "")
+    assert sum(speculation(each)["drafted"] for each in ended.values()) > 8
+    node.close()
+    drafter, why = find_drafter(glm, str(glm.path))
+    assert (drafter and drafter.name, why) == ("mtp", "asked for")
+
+
+def test_rows_share_a_head_without_seeing_each_other(glm: Model) -> None:
+    found = find_drafter(glm, "mtp")[0]
+    assert found is not None
+    mx.random.seed(2)
+    seen = [mx.random.normal((1, 4, glm.lm.args.hidden_size)) for _ in range(2)]
+
+    def steps(row: int, drafter: Drafter) -> Iterator[list[int]]:
+        """A row's proposals: two of the first three are right, then none, then all."""
+        ids = list(range(20 + row, 40))
+        drafter.begin(ids, 7 + row, seen[row][:, :1])
+        for accepted in (2, 0, 3):
+            drafted = drafter.propose(ids, 7, 3)
+            yield drafted
+            drafter.settle(ids, drafted, [*drafted[:accepted], 9], seen[row])
+
+    apart = [list(steps(row, found.fresh())) for row in range(2)]
+    together: list[list[list[int]]] = [[], []]
+    rows = [steps(row, found.fresh()) for row in range(2)]
+    together[0].append(next(rows[0]))  # and the other begins while this one waits for its verdict
+    for _ in range(3):
+        for row in (1, 0):
+            together[row] += [drafted for drafted in [next(rows[row], None)] if drafted]
+    assert together == apart
 
 
 def test_a_drafter_that_cannot_be_had_is_refused(loaded: Model, words: Any, tmp_path: Path) -> None:
