@@ -57,6 +57,8 @@ def backup(config: Config, target: Path, say: Say) -> dict[str, Any]:
         found["redis"] = _save_redis(config, partial, say)
         found["store"] = _save_store(config, partial, say)
         _save_files(config, partial)
+        if found["redis"]:
+            (partial / "redis" / "dump.rdb").chmod(0o600)
         say("checking the copy")
         _prove_store(partial)
         _prove_redis(partial, found["redis"])
