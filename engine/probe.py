@@ -87,7 +87,10 @@ def remembered(model: Model, name: str, measure: Callable[[], Batching]) -> Batc
     with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile("w", dir=model.path, prefix=PROBES, delete=False) as file:
             json.dump({"key": key, "found": known}, file)
-        os.replace(file.name, path)
+        try:
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
     return found
 
 
