@@ -97,7 +97,9 @@ class StateReader:
         try:
             piece = self._read(ident, record)
         except (StoreError, CodecError) as error:
-            self._damage(ident, error)
+            if self._damage(ident, error):
+                self._at += 1
+                self._survey()
             self.close()
             raise StopIteration from None
         self._at += 1
@@ -159,12 +161,8 @@ class StateReader:
                     pieces.append(self._viewed(txn, ident, record))
                 result = consume(pieces)
             except (StoreError, CodecError) as error:
-                for (ident, _), piece in zip(objects, pieces, strict=False):
-                    try:
-                        piece.verify()
-                    except CodecError as damage:
-                        self._damage(ident, damage)
-                        return _DAMAGED
+                if self._survey():
+                    return _DAMAGED
                 if isinstance(error, CodecError) and len(pieces) == len(objects):
                     raise  # every byte is as it was saved: refused for other reasons
                 self._damage(ident, error)
@@ -188,15 +186,34 @@ class StateReader:
             return Placed(header, views[0], places[0]) if places else Piece(header, views[0])
         return Parted(header, tuple(views), tuple(places))
 
-    def _damage(self, ident: bytes, error: Exception) -> None:
+    def _survey(self) -> bool:
+        """Verify all that is left: where one object is damaged others may be, and what is noted now
+        is written anew with the next save of these tokens. Whether anything is wrong."""
+        before = len(self.report.damage)
+        for ident, record in self.objects[self._at :]:
+            try:
+                with self._environment.read() as txn:
+                    piece = self._viewed(txn, ident, record)
+                    try:
+                        piece.verify()
+                    finally:
+                        (piece if isinstance(piece, Parted) else piece.payload).release()
+            except (StoreError, CodecError) as error:
+                if not self._damage(ident, error):
+                    break
+        return len(self.report.damage) > before
+
+    def _damage(self, ident: bytes, error: Exception) -> bool:
+        """Note that an object cannot be read; False where it is not there any more."""
         with self._environment.read() as txn:
             if txn.get(ident, db=self._environment.blk) is None:
                 # Rows without a state's pin on them may be evicted while they are read.
                 self.report.damage.append(f"block {ident.hex()} was evicted meanwhile")
-                return
+                return False
         self.report.damage.append(str(error))
         self._note_damage(ident)
         log.error("state of %s: %s; the rest is a miss", self.ref.turn, error)
+        return True
 
     def _header(self, txn: Txn, ident: bytes, record: Record) -> Header:
         """The header of an object, checked against its record and the turn's token ids."""
