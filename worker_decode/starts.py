@@ -119,6 +119,9 @@ class Starts:
             start = _start("cold", restore(self._model, pieces, ids))
             start.shared = shared
             start.lent = int((job.handoff or {}).get("shared") or 0)
+            lent = pieces[-1].header.extra.get("lent")
+            if type(lent) is int and 0 < lent <= len(start.ids):  # too short for a block to stay
+                start.path, start.lent = "extended", lent
             return start
         except (StoreError, CodecError) as error:
             self._note(job, notes, f"the received state is unusable: {error}")

@@ -129,6 +129,9 @@ class Engine:
                 if run is not begun.run:
                     begun = _Begun(run)
                 facts.update(tokens=run.position)
+                if begun.borrowed:
+                    facts.update(bytes=begun.borrowed["bytes"])
+                    notes.fork("begin", "borrowed", str(begun.borrowed["path"]))
         except (LinkError, CodecError, ModelError) as error:
             log.warning("%s is left to its decode node: %s", job.id, error)
             return _failing(error)
@@ -206,7 +209,7 @@ class Engine:
             ends = ends_of(extra["schedule"])
             with notes.stage("pack"):
                 handoff.send(exporter.rows(caches, held, last=True, ends=ends))
-                if first:
+                if begun.known:
                     extra["lent"] = begun.known
                 snapshot = exporter.snapshot(caches, extra)
         except BaseException as error:

@@ -93,6 +93,8 @@ def accept(
         with notes.stage("compare"):
             past = lineage.parent.ids if lineage.parent is not None else ()
             heads.describe(backend, owner, session, past, fields)
+        if route := fields["route"]:
+            notes.fork("extend", str(route["extend"]), str(route["reason"]))
         job = NewJob(
             id=response_id(owner, key),
             owner=owner,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
 import sys
 import tempfile
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from fault_cells import children
 from link_parts import (
     FINGERPRINT,
     SECRET,
@@ -73,11 +76,22 @@ class Shelf:
             yield piece
 
 
+class StruckSink(MemorySink):
+    """Does something when the third piece has come."""
+
+    struck: Callable[[], None] | None = None
+
+    def piece(self, transfer: str, piece: Piece) -> None:
+        super().piece(transfer, piece)
+        if self.struck is not None and len(self.pieces[transfer]) == 3:
+            self.struck()
+
+
 class Borrower:
     """The other end: a sink for what comes back, and who was refused."""
 
     def __init__(self) -> None:
-        self.sink = MemorySink()
+        self.sink = StruckSink()
         self.desk = Desk(self.sink, DEADLINE)
         self.refused: dict[str, LinkError] = {}
         self.changed = threading.Condition()
@@ -224,6 +238,27 @@ def test_a_link_that_breaks_in_a_loan_fails_it_on_both_ends(at: int, client: red
         borrower.ask(sender, "turn-1", "l-1")
         borrower.sink.wait_for("abort", "l-1")
     assert shelf.lent == borrower.sink.held == 0
+
+
+@pytest.mark.rotate(8)
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["die", "freeze"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("way", ["ring", "jaccl"])
+def test_a_child_that_fails_in_a_loan_fails_it_on_both_ends(
+    way: str, rank: int, blow: signal.Signals, client: redis.Redis
+) -> None:
+    client.connection_pool.disconnect()
+    # More than the slots of both ends hold, so that the blow comes before the last batch.
+    shelf, borrower = Shelf({"turn-1": make_state([4_000_000] * 30, 13)}), Borrower()
+    with both_ends(way, client, shelf, borrower) as (sink, sender):
+        pids = children()
+        borrower.sink.struck = lambda: os.kill(pids[rank], blow)
+        borrower.ask(sender, "turn-1", "l-1")
+        borrower.sink.wait_for("abort", "l-1")
+        with pytest.raises(LinkError):
+            deliver(sender, "t-1", STATE)
+    assert shelf.lent == sink.held == borrower.sink.held == 0
+    assert children() == {}
 
 
 def test_a_lender_that_raises_is_told_and_harms_nobody(client: redis.Redis) -> None:

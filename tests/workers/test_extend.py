@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import Node, asking, contents, make_job
+from decode_kit import Node, asking, contents, make_job, replay_of
 from redis_kit import eventually
 from tiny_models import prompt
 
@@ -24,6 +24,7 @@ from scheduler.nodes import Nodes, Presence
 from scheduler.record import Job
 from scheduler.redis_client import connect
 from scheduler.runs import Cancelled, Preempted
+from scheduler.staying import Choice, Staying
 from store.codec.header import CodecError
 from transport.errors import LinkError
 from transport.receiver import Receiver
@@ -31,6 +32,7 @@ from transport.sink import Loan
 from worker_decode.states import Copy
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
+from worker_prefill.late import Late
 from worker_prefill.parked import Parked
 
 SECRET = b"s" * 32
@@ -204,6 +206,47 @@ def test_rows_that_went_meanwhile_are_computed_again(plain: Pair, place: str) ->
     finished = plain.node.run(plain.node.execution(job))
     assert path_of(finished)["path"] == "recomputed"
     assert any("not here any more" in note for note in path_of(finished)["notes"])
+
+
+def test_a_state_of_less_than_a_block_comes_back_whole(plain: Pair) -> None:
+    plain.model.layout = dataclasses.replace(plain.model.layout, value_bytes=1 << 24)
+    first, ids = plain.first_turn()
+    job, facts = plain.extend(plain.next_turn(first, ids))
+    assert "start" not in facts
+    assert facts["borrowed"]["tokens"] == len(ids) - 1
+    finished = plain.finish(job)
+    assert path_of(finished)["path"] == "extended"
+    assert finished.result is not None
+    assert finished.result.usage["cached_tokens"] == len(ids) - 1
+    assert finished.result.computed_tokens == NEW + 1
+
+
+@pytest.mark.parametrize("seam", [0, 3])
+def test_an_answer_that_is_begun_there_comes_back_as_well(
+    plain: Pair, seam: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.staying.LOOK", 0.0)
+    first, ids = plain.first_turn()
+    job = plain.next_turn(first, ids)
+    engine = Engine(
+        plain.model, plain.links, CHUNK, late=Late(plain.model, plain.node.engine._tokenizer, 8)
+    )
+    run = plain.node.execution(job)
+    stay = Staying(
+        lambda: None, lambda: int(len(plain.node.said(job)) >= seam),
+        lambda waiting: Choice(not waiting, ""), lambda: None,
+    )  # fmt: skip
+    facts = dict(engine.begin(run, job, lambda position: False, stay)())
+    assert len(plain.node.said(job)) == seam
+    again = make_job(
+        job.prompt_ids, ident=job.id, request=job.request, previous=job.previous,
+        held_tokens=job.held_tokens, extend=job.extend, handoff=facts,
+    )  # fmt: skip
+    finished = plain.node.answer(again, replay_of(plain.node.events[job.id]))
+    assert plain.node.said(again) == plain.node.oracle(again)
+    assert path_of(finished)["path"] == "extended"
+    assert finished.result is not None
+    assert finished.result.computed_tokens == NEW + 1
 
 
 def test_a_state_is_copied_between_steps(plain: Pair) -> None:
