@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A smaller model reads at most this many of a conversation's last tokens before it proposes.
 DRAFT_CONTEXT = 1024
+READ_AT_ONCE = 1024  # tokens that n-grams are made of in one step: a few milliseconds
 INNER = ("dflash", "dspark", "eagle")  # draft from inner layers of the target
 # What every head of mlx-vlm can do, whatever its class.
 HEAD = ("reset", "prefill_from_target_hidden", "draft_block", "accept_verified_tokens")
@@ -72,13 +73,15 @@ class NgramDrafter:
         self._sizes = range(longest, shortest - 1, -1)
         self._at: dict[tuple[int, ...], int] = {}  # n-gram -> where what followed it stands
         self._seen: list[int] = []
+        self._unread = 0  # so many of the first tokens are not entered yet
 
     def fresh(self) -> NgramDrafter:
         return NgramDrafter(self._sizes[0], self._sizes[-1])
 
     def begin(self, ids: Sequence[int], pending: int, hidden: mx.array | None) -> None:
-        self._at, self._seen = {}, []
-        self._learn([*ids, pending])
+        self._at, self._seen = {}, [*ids, pending]
+        self._unread = len(self._seen)
+        self._read_back()
 
     def propose(self, ids: Sequence[int], pending: int, count: int) -> list[int]:
         for size in self._sizes:
@@ -95,6 +98,7 @@ class NgramDrafter:
         hidden: mx.array | None,
     ) -> None:
         self._learn(new)
+        self._read_back()
 
     def abort(self) -> None:
         """Nothing to undo."""
@@ -107,6 +111,15 @@ class NgramDrafter:
                 if end >= size:
                     self._at[tuple(self._seen[end - size : end])] = end
             self._seen.append(token)
+
+    def _read_back(self) -> None:
+        """Enter some more of what stood before, later places first: others wait meanwhile."""
+        first = max(0, self._unread - READ_AT_ONCE)
+        for end in range(self._unread - 1, first - 1, -1):
+            for size in self._sizes:
+                if end >= size:
+                    self._at.setdefault(tuple(self._seen[end - size : end]), end)
+        self._unread = first
 
 
 class MtpDrafter:

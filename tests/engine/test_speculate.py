@@ -13,7 +13,14 @@ from architectures import build, prompt_of
 from mlx.utils import tree_flatten
 
 from engine.decode import Batch
-from engine.drafters import Drafter, ModelDrafter, MtpDrafter, NgramDrafter, find_drafter
+from engine.drafters import (
+    READ_AT_ONCE,
+    Drafter,
+    ModelDrafter,
+    MtpDrafter,
+    NgramDrafter,
+    find_drafter,
+)
 from engine.errors import ModelError
 from engine.model import Model
 from engine.prefill import Prefill
@@ -380,6 +387,25 @@ def test_ngrams_find_what_followed_before() -> None:
     assert drafter.propose([], 7, 3) == []
     drafter.settle([], [], [3, 4], None)
     assert drafter.propose([], 4, 1) == [7]
+
+
+def test_ngrams_of_a_long_prompt_are_entered_step_by_step() -> None:
+    rng = random.Random(4)
+    ids = [rng.randrange(2, 60_000) for _ in range(3 * READ_AT_ONCE)]
+    drafter = NgramDrafter()
+    drafter.begin([*ids, *ids[100:102]], ids[102], None)
+    assert drafter.propose([], ids[102], 3) == []
+    at = 103
+    while not (found := drafter.propose([], ids[at - 1], 3)):
+        drafter.settle([], [], [ids[at]], None)
+        at += 1
+    assert at == 105, "one step for each part of the prompt"
+    assert found == ids[at : at + 3]
+    # The latest of several places counts, also if it was entered first.
+    drafter.begin([1, 2, 3, 7, *ids, 1, 2, 3, 8, *ids[:50], 1, 2], 3, None)
+    for _ in range(4):
+        drafter.settle([], [], [], None)
+    assert drafter.propose([], 3, 1) == [8]
 
 
 def test_ngrams_pay_where_an_answer_repeats(default_model: Model, tokenizer: Any) -> None:
