@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from link_parts import SECRET, MemorySink, contents, deliver, make_state
+from link_parts import FINGERPRINT, SECRET, MemorySink, contents, deliver, make_state
 
 from store.codec.header import Piece
+from transport.desk import Desk
 from transport.errors import LinkError
+from transport.protocol import Ask
 from transport.receiver import Receiver
 from transport.sender import Sender
+from transport.sink import Loan
 
 STATE = make_state([1000] + [200_000] * 10 + [1_500_000], seed=77)
 
@@ -36,19 +42,46 @@ class Reporting(MemorySink):
         say("aborted")
 
 
+class Lender:
+    """Lends the one state there is."""
+
+    @contextmanager
+    def lend(self, ask: Ask) -> Iterator[Loan]:
+        nbytes = sum(len(piece.payload) for piece in STATE)
+        yield Loan(96, nbytes, 16, iter(STATE))
+
+
 def receive(host: str, deadline: float) -> None:
-    receiver = Receiver(host, 0, SECRET, Reporting(), deadline)
+    receiver = Receiver(host, 0, SECRET, Reporting(), deadline, lender=Lender())
     say(str(receiver.address[1]))
     sys.stdin.readline()
     receiver.close()
 
 
+def ask(sender: Sender, name: str, sink: Reporting) -> None:
+    """Borrow the state; the sink says what becomes of it."""
+    over = threading.Event()
+    done, abort = sink.done, sink.abort
+    sink.done = lambda transfer: (done(transfer), over.set())[0]  # type: ignore[method-assign]
+    sink.abort = lambda *why: (abort(*why), over.set())[0]  # type: ignore[method-assign]
+    sender.ask(
+        name, turn="turn", response="r", fingerprint=FINGERPRINT, tokens=96,
+        refused=lambda error: (say(f"refused: {error.code}"), over.set())[0],
+    )  # fmt: skip
+    over.wait(30)
+
+
 def send(host: str, deadline: float, port: int) -> None:
     for line in sys.stdin:
+        sink = Reporting()
         try:
-            sender = Sender.connect((host, port), SECRET, deadline)
+            sender = Sender.connect((host, port), SECRET, deadline, desk=Desk(sink, deadline))
         except LinkError as error:
             say(f"no link: {error.code}")
+            continue
+        if line.startswith("ask"):
+            ask(sender, line.strip().replace(" ", "-"), sink)
+            sender.close()
             continue
         try:
             report = deliver(sender, "t-1", STATE, attempt=int(line))

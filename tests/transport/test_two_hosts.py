@@ -129,6 +129,20 @@ def test_a_cut_cable_is_noticed_by_both_ends_and_mended(cable: Cable) -> None:
     assert sender.line() == f"delivered {STATE_BYTES}"
 
 
+def test_a_state_is_lent_over_the_cable_and_a_cut_ends_the_loan(cable: Cable) -> None:
+    cable.shape("20mbit")
+    _, sender = ends(cable)
+    sender.say("ask 1")
+    assert sender.line() == "moving"
+    cable.cut()
+    assert sender.line() == "aborted"
+    cable.mend()
+    cable.shape("800mbit")
+    sender.say("ask 2")
+    assert sender.line() == "moving"
+    assert sender.line() == "whole"
+
+
 def test_a_cable_that_is_too_slow_is_given_up(cable: Cable) -> None:
     cable.shape("2mbit")
     receiver, sender = ends(cable)
