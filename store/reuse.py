@@ -11,6 +11,7 @@ that may end at any step), times the compute that a reuse saves, over the bytes 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,7 @@ ATTENTION_TOKENS = 100_000
 """Length at which the quadratic part of a prefill's cost equals half of its linear part."""
 MAX_OPEN = 50_000
 REFRESH = 200
+_STARTS = [FIRST_SECONDS * GROWTH**step for step in range(STEPS - 1)]
 _EDGES = [0.0] + [FIRST_SECONDS * GROWTH**step for step in range(STEPS)]
 _PRIOR, _PRIOR_WEIGHT = 0.05, 2.0
 _LEAN_DEPTH, _LEAN_CLASS = 10.0, 10.0
@@ -37,9 +39,7 @@ def class_of(depth: int, new_tokens: int) -> Class:
 
 def step_of(age: float) -> int:
     """The logarithmic step that an age in seconds falls into."""
-    if age < FIRST_SECONDS:
-        return 0
-    return min(STEPS - 1, int(math.log(age / FIRST_SECONDS) / math.log(GROWTH)) + 1)
+    return bisect_right(_STARTS, age)
 
 
 def cost(tokens: int) -> float:

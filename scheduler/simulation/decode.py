@@ -141,6 +141,7 @@ class DecodeNode:
             number = sim.rules.take(self.queue, f"decode:{self.name}", sim.clock.now)
             if number is None:
                 return
+            sim.note(self.queue)
             self._admit(sim.turns[number])
 
     def _admit(self, turn: Turn) -> None:

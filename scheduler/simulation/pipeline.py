@@ -96,7 +96,7 @@ class Pipeline:
                 node.wake()
         else:
             self.decode[turn.home].wake()
-        self._note(queue)
+        self.note(queue)
 
     def _route(self, turn: Turn, held: int) -> Stage:
         """Where the turn begins: what is new after a held state may be computed at either node."""
@@ -189,7 +189,7 @@ class Pipeline:
             stage="decode", node=turn.home, handed=True,
         )  # fmt: skip
         node.wake()
-        self._note(node.queue)
+        self.note(node.queue)
 
     def _carry(self, turn: Turn, size: float) -> float:
         start = max(self.clock.now, self._links[turn.home])
@@ -206,7 +206,8 @@ class Pipeline:
         """So many pairs of tokens came so far apart."""
         self.gaps[round(seconds, 5)] += count
 
-    def _note(self, queue: str) -> None:
+    def note(self, queue: str) -> None:
+        """How many wait in a queue has changed."""
         self.lengths.setdefault(queue, []).append(
             (self.clock.now, self.rules.waiting.get(queue, 0))
         )

@@ -70,6 +70,7 @@ class PrefillNode:
         elif self._tails < TAILS:
             number = sim.rules.take(QUEUE, self.holder, sim.clock.now)
             if number is not None:
+                sim.note(QUEUE)
                 self._begin(sim.turns[number])
 
     # --- a prompt ----------------------------------------------------------------------------
@@ -120,6 +121,7 @@ class PrefillNode:
                 sim.release(turn)
                 sim.stops(turn)
                 sim.rules.park(QUEUE, self.holder, turn.number, work.position, now)
+                sim.note(QUEUE)
                 self._work = None
                 self._look()
                 return

@@ -10,7 +10,7 @@ from store.eviction import STATES_PER_COMMIT
 from store.reuse import Class, Reuse, class_of
 
 #: States compared in one step, from the longest unused on.
-SCAN = 256
+SCAN = 128
 
 
 @dataclass(slots=True)

@@ -199,7 +199,7 @@ def test_what_was_served_is_collected_from_its_records(client: redis.Redis, tmp_
     for number, resp in enumerate(ids):
         jobs.accept(
             NewJob(
-                resp, "m", {"input": secret}, list(range(100 + number)), owner="somebody",
+                resp, "m", {"input": [{"role": "user", "content": secret}]}, list(range(100 + number)), owner="somebody",
                 conversation="conv_" + "0" * 32, previous=ids[number - 1] if number else None,
                 stage="decode" if number == 2 else "prefill", held_tokens=90 if number == 2 else 0,
             )

@@ -400,3 +400,12 @@ def test_what_is_new_is_computed_where_that_is_sooner() -> None:
     assert run(found, busy)[1][2].stage == "decode", "the prefill node is at work for longer"
     small = [*turns, *(Turn(k, 39.0, 8000, 1) for k in range(3, 6))]
     assert run(found, small)[1][2].stage == "prefill", "it would go before what waits"
+
+
+def test_the_benchmark_says_what_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    from scheduler.bench import simulation
+
+    report = simulation.run(600)
+    assert report["requests_per_cpu_s"] > 0
+    assert report["simulated_s"] > 600
+    assert report["parked"] > 0
