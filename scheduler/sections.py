@@ -193,6 +193,12 @@ class StoreConfig(Section):
     daily_gb: Annotated[float, Field(ge=0, le=1048576)] = Field(
         0.0, description="written per day before large snapshots are not saved; 0 for no limit"
     )
+    rpc_host: str = Field(
+        "", description="address where an API on another machine asks the store; empty: none may"
+    )
+    rpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        0, description="its port; 0 takes a free one"
+    )
 
 
 class LinkConfig(Section):

@@ -2,6 +2,7 @@
 
 Requests are [method, {arguments}], answers [true, result] or [false, kind, message]. Only the
 methods listed here exist; sizes are bounded before anything is read; the socket file is 0600.
+Over TCP (`store.remote`) the same, for fewer methods, once both ends have proved a secret.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import msgpack
 
 from store.capacity import capacity
 from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
+from store.remote import REMOTE_METHODS, Remote, admit, connect, listen
 from store.store import Store
 from store.turns import Turn, pack_ids, unpack_ids
 
@@ -74,8 +77,24 @@ class Server:
         self._lock = threading.Lock()
         self._closing = False
         self._listener = _listen(socket_path)
-        self._thread = threading.Thread(target=self._accept, name="store-rpc", daemon=True)
-        self._thread.start()
+        self._listeners = [self._listener]
+        self._threads = [self._accepting(self._listener, None)]
+        self.remote: Remote | None = None
+
+    def offer(self, remote: Remote) -> Remote:
+        """Serve over TCP as well; returns the address with the port that was taken. StoreError."""
+        listener = listen(remote, MAX_CLIENTS)
+        self.remote = replace(remote, port=listener.getsockname()[1])
+        self._listeners.append(listener)
+        self._threads.append(self._accepting(listener, remote.secret))
+        return self.remote
+
+    def _accepting(self, listener: socket.socket, secret: bytes | None) -> threading.Thread:
+        thread = threading.Thread(
+            target=self._accept, args=(listener, secret), name="store-rpc", daemon=True
+        )
+        thread.start()
+        return thread
 
     def add(self, name: str, method: Callable[..., Any]) -> None:
         """Offer one more method; its arguments and result are plain msgpack types."""
@@ -84,16 +103,18 @@ class Server:
     def close(self) -> None:
         """Stop listening, end all connections and remove the socket file."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            # close() alone does not wake a thread that is blocked in accept().
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                # close() alone does not wake a thread that is blocked in accept().
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
         with self._lock:
             clients = list(self._clients)
         for client in clients:
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5)
+        for thread in self._threads:
+            thread.join(5)
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -109,10 +130,10 @@ class Server:
         found = self._store.longest_prefix(unpack_ids(ids), owner, beyond)
         return 0 if found is None else found.tokens
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket, secret: bytes | None) -> None:
         while not self._closing:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             with self._lock:
@@ -124,14 +145,16 @@ class Server:
                 client.close()
                 continue
             threading.Thread(
-                target=self._serve, args=(client,), name="store-rpc-client", daemon=True
+                target=self._serve, args=(client, secret), name="store-rpc-client", daemon=True
             ).start()
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client: socket.socket, secret: bytes | None) -> None:
         try:
+            if secret is not None and not admit(client, secret):
+                return
             client.settimeout(IDLE_SECONDS)
             while (request := _receive(client, MAX_REQUEST)) is not None:
-                _send(client, self._answer(request))
+                _send(client, self._answer(request, far=secret is not None))
         except (OSError, ValueError) as error:
             if not self._closing:
                 log.info("a client's connection ended: %s", error)
@@ -140,9 +163,11 @@ class Server:
                 self._clients.discard(client)
             client.close()
 
-    def _answer(self, request: bytes) -> bytes:
+    def _answer(self, request: bytes, *, far: bool) -> bytes:
         try:
             name, arguments = msgpack.unpackb(request)
+            if far and name not in REMOTE_METHODS:
+                raise StoreError(f"{str(name)[:40]!r} is not served to other machines")
             result = self._methods[name](**arguments)
             return bytes(msgpack.packb([True, result]))
         except StoreError as error:
@@ -169,8 +194,16 @@ class StoreClient:
     repeated.
     """
 
-    def __init__(self, socket_path: Path, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        timeout: float = 10.0,
+        elsewhere: Callable[[], Remote | None] = lambda: None,
+    ) -> None:
+        """`elsewhere()` says where the store is served over TCP, asked for each new connection
+        where there is no socket of this machine."""
         self.path = socket_path
+        self._elsewhere = elsewhere
         self.timeout = timeout
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -296,9 +329,13 @@ class StoreClient:
 
     def _attempt(self, request: bytes) -> list[Any]:
         if self._socket is None:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._socket.settimeout(self.timeout)
-            self._socket.connect(str(self.path))
+            remote = None if self.path.exists() else self._elsewhere()
+            if remote is not None:
+                self._socket = connect(remote, self.timeout)
+            else:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                self._socket.settimeout(self.timeout)
+                self._socket.connect(str(self.path))
         _send(self._socket, request)
         answer = _receive(self._socket, MAX_ANSWER)
         if answer is None:

@@ -30,6 +30,7 @@ from scheduler.redis_client import AWAY, connect
 from store.codec.header import CodecError
 from store.errors import StoreDamaged, StoreError
 from store.quotas import Limits
+from store.remote import Remote
 from store.rpc import serve
 from store.store import Store
 from store.warming import Warming
@@ -70,6 +71,11 @@ def run(config: Config, model_dir: Path) -> int:
             stack.callback(Warming(store, int(config.store.warm_gb * 1e9)).close)
         server = serve(store, config.store_socket)
         stack.callback(server.close)
+        rpc = str(config.store_socket)
+        if config.store.rpc_host:
+            host, port = config.store.rpc_host, config.store.rpc_port
+            rpc = str(server.offer(Remote(host, port, secret)))
+            log.info("the store answers at %s", rpc)
         node = Node(
             role="decode",
             name=config.node,
@@ -79,7 +85,7 @@ def run(config: Config, model_dir: Path) -> int:
             queue=config.decode_queue,
             state="starting",
             secret=secret.hex(),
-            rpc=str(config.store_socket),
+            rpc=rpc,
             facts={"model": config.model_name},
         )
         presence = stack.enter_context(Presence(config.redis_url, node))

@@ -30,6 +30,7 @@ from scheduler.owners import Owners
 from scheduler.record import Job, JobNotFound
 from scheduler.redis_client import AWAY, connect, connect_async
 from store.errors import StoreError, StoreUnavailable
+from store.remote import Remote, parse_address
 from store.rpc import StoreClient
 
 PATIENCE = 3.0
@@ -63,7 +64,7 @@ class Backend:
         self.files = Files(self.redis, config.data_dir / "files", int(config.api.files_gb * 1e9))
         self.batches = Batches(self.redis)
         self.started = int(time.time())
-        self._store = StoreClient(config.store_socket, STORE_TIMEOUT)
+        self._store = StoreClient(config.store_socket, STORE_TIMEOUT, self._store_elsewhere)
         self._nodes: tuple[float, list[Node]] = (0.0, [])
 
     async def close(self) -> None:
@@ -103,6 +104,15 @@ class Backend:
             raise unavailable(
                 "the decode node's store", "its worker is starting or down; try again shortly"
             ) from error
+
+    def _store_elsewhere(self) -> Remote | None:
+        """Where a decode node on another machine serves its store; it says so, with its secret."""
+        for node in self.present():
+            if node.role == "decode" and node.secret:
+                remote = parse_address(node.rpc, bytes.fromhex(node.secret))
+                if remote is not None:
+                    return remote
+        return None
 
     def decode_node(self) -> str:
         """Name of the decode node that new conversations go to."""

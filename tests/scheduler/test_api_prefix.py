@@ -11,6 +11,7 @@ import httpx
 import pytest
 from api_kit import FAMILIES, make_model_dir
 from api_stack import Stack
+from redis_kit import eventually
 
 from scheduler.api.preamble import LEAST_TOKENS, Preambles
 from scheduler.api.prompt import build
@@ -18,6 +19,8 @@ from scheduler.api.tokenizer import Tokenizer
 from scheduler.extension import Costs, worth_resuming
 from scheduler.jobs import Jobs
 from scheduler.record import Job
+from store.remote import Remote
+from store.rpc import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from made_states import MODEL, make_state
@@ -123,3 +126,20 @@ def test_a_stored_beginning_decides_where_a_job_goes(stack: Stack) -> None:
     stack.rpc.close()
     third = submit(stack, "Where?", user="anna", store=True)
     assert (third.stage, third.held_tokens) == ("prefill", 0), "the store is away"
+
+
+def test_the_store_of_another_machine_is_asked_over_tcp(stack: Stack) -> None:
+    stack.rpc.close()
+    assert not stack.backend.health()["store"]
+    secret = b"s" * 32
+    far = serve(stack.store, stack.dir / "far")
+    try:
+        remote = far.offer(Remote("127.0.0.1", 0, secret))
+        stack.present[1].update(rpc=str(remote), secret=secret.hex())
+        eventually(lambda: stack.backend.health()["store"], "the store is not reached")
+        job = submit(stack, "When does it leave?", user="anna")
+        ids = job.prompt_ids[:64]
+        stack.store.save_prefix(job.owner, ids, *make_state(ids))
+        assert submit(stack, "Why?", user="anna").held_tokens == 64
+    finally:
+        far.close()
