@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import mimetypes
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from scheduler.command.client import Client, ClientError
 from scheduler.config import RESOLVED, ConfigError, load
 from scheduler.host import data_dir
 from scheduler.host.supervisor import CONFIGURATION
+from scheduler.images import data_url
 
 _SUBMIT = """\
 Submit the text of a file (or of standard input) and show the answer as it comes. The job stays
@@ -26,6 +28,7 @@ when this command is interrupted: `tandem show ID` finds it again.
 
   tandem submit question.txt
   echo "Why is the sky blue?" | tandem submit - --max-tokens 200
+  echo "What is this?" | tandem submit - --image photo.jpg
   tandem submit report.txt --instructions "Summarise in five lines." --json
 """
 _RESUME = """\
@@ -116,6 +119,13 @@ def client_flags(parser: argparse.ArgumentParser) -> None:
 def _asking_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--instructions", metavar="TEXT", help="the system prompt (resume: as before, if not given)"
+    )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="show an image; may be repeated",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="write at most N tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 (the default) is greedy")
@@ -263,7 +273,7 @@ def _ask(args: argparse.Namespace, text: str, more: dict[str, Any]) -> int:
         "model": args.model,
         "service_tier": args.priority,
     }
-    body = {"input": text, "background": True, **more}
+    body = {"input": _with_images(text, args.image), "background": True, **more}
     body.update({key: value for key, value in wanted.items() if value is not None})
     console = watch.stderr()
     with client_for(args) as client:
@@ -295,6 +305,22 @@ def _ask(args: argparse.Namespace, text: str, more: dict[str, Any]) -> int:
 def client_for(args: argparse.Namespace) -> Client:
     """The API that the flags of `client_flags` name."""
     return Client.of(load(args.config, {"data_dir": args.data}), args.url)
+
+
+def _with_images(text: str, files: list[str]) -> str | list[dict[str, Any]]:
+    """A request's input: the text, or a message of images and the text."""
+    if not files:
+        return text
+    parts: list[dict[str, Any]] = []
+    for name in files:
+        kind = mimetypes.guess_type(name)[0] or "image/png"
+        try:
+            shown = data_url(Path(name).read_bytes(), kind)
+        except OSError as error:
+            raise ClientError(f"{name} cannot be read: {error.strerror or error}", 2) from error
+        parts.append({"type": "input_image", "image_url": shown})
+    parts.append({"type": "input_text", "text": text})
+    return [{"type": "message", "role": "user", "content": parts}]
 
 
 def _read(name: str) -> str:
@@ -329,9 +355,13 @@ def _print_items(out: Console, items: list[dict[str, Any]]) -> None:
     for item in items:
         role = item.get("role") or item["type"]
         parts = item.get("content") or item.get("output") or item.get("arguments") or ""
-        text = parts if isinstance(parts, str) else "".join(p.get("text", "") for p in parts)
+        text = parts if isinstance(parts, str) else "".join(_shown(part) for part in parts)
         out.print(f"\n[{role}]", style="bold", markup=False)
         out.print(text, markup=False)
+
+
+def _shown(part: dict[str, Any]) -> str:
+    return "[image]" if part.get("type") == "input_image" else str(part.get("text") or "")
 
 
 def _out() -> Console:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 from model_dirs import make_image_model
 from PIL import Image
-from stack_kit import Running, short_directory
+from stack_kit import DEADLINE, Running, short_directory
 
 from engine.device import prepare
 from engine.model import Model, load
@@ -167,6 +170,21 @@ def test_the_other_protocols_take_images(stack: Running, model: Model) -> None:
         == (counted["input_tokens"])
     )
     assert counted["input_tokens"] > 48
+
+
+def test_the_command_line_shows_images(stack: Running, model: Model, tmp_path: Path) -> None:
+    file = tmp_path / "shown.png"
+    file.write_bytes(images_of(user(picture(7)))[0])
+    words = ["submit", "-", "--json", "--image", str(file), "--max-tokens", str(TOKENS)]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "scheduler.cli", *words, "--url", stack.config.api_url],
+        input="What is this?", capture_output=True, text=True, timeout=DEADLINE, check=True,
+    )  # fmt: skip
+    response = json.loads(done.stdout)
+    asked = stack.http.get(f"/v1/responses/{response['id']}/input_items").json()["data"]
+    assert asked[0]["content"][0]["image_url"] == picture(7)
+    ids = stack.store.turn_ids(response["id"])
+    assert sum(token >= SEEN for token in ids) == 48
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,8 @@ def test_an_interrupted_wait_leaves_the_job(stack: Stack) -> None:
     [
         (["submit", "no-such-file"], 2, "no-such-file cannot be read: No such file or directory"),
         (["submit", "-"], 2, "the prompt is empty"),
+        (["submit", "-", "--image", "none.png"], 2, "none.png cannot be read: No such file"),
+        (["submit", "-", "--image", __file__], 2, "takes text only"),
         (["resume", "x", "Hi"], 2, "'x' is no ID"),
         (["resume", "resp_" + "0" * 32, "Hi"], 2, "does not exist here"),
         (["resume", "conv_" + "0" * 32, "Hi"], 2, "does not exist here"),
