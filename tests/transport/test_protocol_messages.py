@@ -17,8 +17,11 @@ from transport.frame import Frame, cut
 
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
-names = st.from_regex(r"[A-Za-z0-9_.:\-]{1,128}", fullmatch=True)
+names = st.text("ABCxyz0189_.:-", min_size=1, max_size=128)
 texts = st.text(max_size=128)
+epochs = st.integers(1, (1 << 63) - 1)
+digests = st.binary(min_size=16, max_size=16)
+counts = st.integers(1, 1 << 16)
 
 messages = st.one_of(
     st.builds(
@@ -36,7 +39,7 @@ messages = st.one_of(
         transfer=names,
         attempt=st.integers(1, 1 << 20),
         response=names,
-        fingerprint=st.binary(min_size=16, max_size=16),
+        fingerprint=digests,
         start=st.integers(0, 1000),
         tokens=st.integers(1000, 1 << 20),
         nbytes=st.integers(0, 1 << 40),
@@ -56,6 +59,27 @@ messages = st.one_of(
     ),
     st.builds(protocol.Abort, number=u32, reason=st.text(max_size=512)),
     st.builds(protocol.Ping, count=u32),
+    st.builds(
+        protocol.Form,
+        epoch=epochs,
+        nonce=digests,
+        fabric=st.sampled_from(["ring", "jaccl"]),
+        host=st.text(max_size=64),
+    ),
+    st.builds(protocol.Meet, epoch=epochs, host=st.text(max_size=64)),
+    st.builds(protocol.Formed, epoch=epochs),
+    st.builds(protocol.Burst, count=counts),
+    st.builds(
+        protocol.Ask,
+        number=u32,
+        transfer=names,
+        turn=names,
+        response=names,
+        fingerprint=digests,
+        tokens=st.integers(1, (1 << 32) - 1),
+    ),
+    st.builds(protocol.Want, count=counts),
+    st.builds(protocol.Turn, count=st.just(1)),
 )
 
 
