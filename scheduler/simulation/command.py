@@ -122,7 +122,8 @@ def _pipeline(args: argparse.Namespace) -> int:
     pasts: list[history.Past] = []
     if args.history:
         pasts = history.read(args.history)
-        turns = workload.from_history(pasts)
+        # Compared with what was: each begins where it did, with the state that it found.
+        turns = workload.from_history(pasts, recorded=args.compare)
     else:
         turns = workload.load(args.trace, args.part, args.first_seed)
     sim = Pipeline(cluster, turns)

@@ -82,7 +82,7 @@ class PrefillNode:
         # A parked prompt's rows leave once it goes on; the receiver has dropped what it had.
         self._work = _Work(turn, start, turn.held, self.machine.forward)
         sim = self._sim
-        if start or turn.previous is None:
+        if start or (turn.previous is None and turn.cached <= 0):
             self._chunk()
             return
         turn.held, turn.path, seconds = sim.stock.nearest(turn, sim.turns, sim.clock.now)

@@ -36,7 +36,7 @@ def load(path: Path, part: float = 1.0, seed: int = 0) -> list[Turn]:
     if path.suffix.lower() == ".csv":
         turns = _table(path)
     elif _is_history(path):
-        turns = from_history(history.read(path))
+        turns = from_history(history.read(path), recorded=False)
     else:
         turns = from_trace(trace.read(path))
     return turns if part >= 1 else thin(turns, part, seed)

@@ -17,6 +17,7 @@ from scheduler.command.bottleneck import seconds
 from scheduler.jobs import Jobs
 from scheduler.record import JobError, NewJob, Result, response_id
 from scheduler.runs import Runs
+from scheduler.serializer import pack
 from scheduler.simulation import bottleneck, history
 from scheduler.simulation.bottleneck import Stage, Window, analyse, estimate
 from scheduler.simulation.cluster import Cluster, Link, Machine, Turn
@@ -196,10 +197,11 @@ def test_what_was_served_is_collected_from_its_records(client: redis.Redis, tmp_
     jobs, runs = Jobs(client), Runs(client)
     ids = [response_id() for _ in range(3)]
     secret = "what was said"
+    said = [{"role": "user", "content": secret}]
     for number, resp in enumerate(ids):
         jobs.accept(
             NewJob(
-                resp, "m", {"input": [{"role": "user", "content": secret}]}, list(range(100 + number)), owner="somebody",
+                resp, "m", {"input": said}, list(range(100 + number)), owner="somebody",
                 conversation="conv_" + "0" * 32, previous=ids[number - 1] if number else None,
                 stage="decode" if number == 2 else "prefill", held_tokens=90 if number == 2 else 0,
             )
@@ -233,3 +235,38 @@ def test_what_was_served_is_collected_from_its_records(client: redis.Redis, tmp_
     client.flushdb()
     with pytest.raises(JobError, match="no request"):
         history.collect(client, 60)
+
+
+def test_the_commands_read_the_running_stack(
+    client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("TANDEM_CONFIG", "TANDEM_RESOLVED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    monkeypatch.setenv("TANDEM_DATA", str(tmp_path))
+    monkeypatch.setenv("TANDEM_DECODE_SLOTS", "3")
+    jobs, runs = Jobs(client), Runs(client)
+    for number in range(8):
+        jobs.accept(NewJob(response_id(), "m", {}, list(range(50 + number))))
+    for _ in range(8):
+        job = runs.take("prefill", "prefill-one-12-abcdef", "prefill:one")
+        assert job is not None
+        runs.handing_off(job, job.prompt_tokens - 1)
+        facts = {"bytes": 5000, "seconds": 0.1, "exposed_seconds": 0.01, "path": "tcp"}
+        runs.finish_prefill(job, facts, "decode", job.prompt_tokens - 1)
+    while (job := runs.take("decode", "decode-local-13-abcdef", "decode:local")) is not None:
+        runs.append(job, job.events, [pack({"type": "response.output_text.delta"})], tokens=True)
+        runs.finish(job, Result(usage={"output_tokens": 4, "cached_tokens": 0}))
+    file = tmp_path / "history.jsonl"
+    assert main(["history", "export", str(file), "--window", "10m"]) == 0
+    assert "8 requests" in capsys.readouterr().out
+    assert len(history.read(file)) == 8
+    assert main(["bottleneck", "--window", "10m", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["requests"] == 8
+    assert [stage["servers"] for stage in report["stages"]] == [1, 1, 3, 1]
+    assert report["model"]["rates"] == "taken from the window"

@@ -409,3 +409,12 @@ def test_the_benchmark_says_what_it_took(capsys: pytest.CaptureFixture[str]) -> 
     assert report["requests_per_cpu_s"] > 0
     assert report["simulated_s"] > 600
     assert report["parked"] > 0
+
+
+def test_a_state_from_before_the_run_is_found_at_either_stage() -> None:
+    turns = [Turn(0, 0.0, 1000, 5, cached=900), Turn(1, 50.0, 1000, 5, cached=900)]
+    turns[0].stage, turns[1].stage = "prefill", "decode"
+    _, (lent, local) = run(cluster(), turns)
+    assert lent.held == local.held == 900
+    assert lent.prefilled < 0.2
+    assert local.first - local.at == pytest.approx(0.099 + 0.05)
