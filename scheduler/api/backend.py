@@ -107,7 +107,11 @@ class Backend:
 
     def _store_elsewhere(self) -> Remote | None:
         """Where a decode node on another machine serves its store; it says so, with its secret."""
-        for node in self.present():
+        try:
+            nodes = self.present()
+        except (RedisError, *AWAY):
+            return None
+        for node in nodes:
             if node.role == "decode" and node.secret:
                 remote = parse_address(node.rpc, bytes.fromhex(node.secret))
                 if remote is not None:
