@@ -27,6 +27,8 @@ ATTEMPTS = 3
 #: Room for what a snapshot holds beyond the layout's estimate.
 _SLACK = 1 << 20
 _TELLING = 64 << 10
+#: Refusals of a loan that another link would not change.
+_FINAL = ("missing", "memory", "busy", "fingerprint", "version")
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,30 @@ class Links:
     ) -> Borrowed:
         """The state before the job's new turn, of at most `nbytes`, from its decode node.
 
-        What `check` raises while this waits passes. Raises LinkError: with code "missing" where
-        the decode node has no such state.
+        What `check` raises while this waits passes. A link that breaks is formed anew, once.
+        Raises LinkError: with code "missing" where the decode node has no such state.
         """
+        begun = time.monotonic()
+        try:
+            pieces, path = self._borrow(job, "loan", fingerprint, nbytes, check)
+        except LinkError as error:
+            if error.code in _FINAL:
+                raise
+            log.warning("loan for %s: %s; asking again", job.id, error)
+            pieces, path = self._borrow(job, "loan-2", fingerprint, nbytes, check)
+        moved = sum(piece.payload.nbytes for piece in pieces)
+        seconds = time.monotonic() - begun
+        tokens = pieces[-1].header.stop
+        return Borrowed(
+            pieces, {"tokens": tokens, "bytes": moved, "seconds": seconds, "path": path}
+        )
+
+    def _borrow(
+        self, job: Job, suffix: str, fingerprint: bytes, nbytes: int, check: Callable[[], None]
+    ) -> tuple[list[Piece], str]:
         if not job.previous:
             raise LinkError("the job continues no turn", "missing")
-        begun = time.monotonic()
-        name = f"{job.id}-{job.run[:8]}-loan"
+        name = f"{job.id}-{job.run[:8]}-{suffix}"
         loan = Loan(fingerprint, job.held_tokens, nbytes + _SLACK)
         with self._loans.expect(name, loan):
             try:
@@ -111,12 +130,7 @@ class Links:
             except BaseException as error:
                 self._desk.abort(name, f"not wanted any more: {error}")
                 raise
-        nbytes = sum(piece.payload.nbytes for piece in pieces)
-        seconds = time.monotonic() - begun
-        tokens = pieces[-1].header.stop
-        return Borrowed(
-            pieces, {"tokens": tokens, "bytes": nbytes, "seconds": seconds, "path": path}
-        )
+        return pieces, path
 
     def link(self, name: str) -> Link:
         """The link to decode node `name` as it runs now. Raises LinkError where there is none."""

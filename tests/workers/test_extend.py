@@ -286,12 +286,20 @@ def breaks(pair: Pair, at: int, how: Callable[[], None]) -> None:
     pair.node.lending.lend = Broken  # type: ignore[method-assign, assignment]
 
 
-def test_a_link_that_breaks_in_a_loan_leaves_the_turn_to_the_decode_node(plain: Pair) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_link_that_breaks_in_a_loan_is_formed_anew_once(plain: Pair, times: int) -> None:
     first, ids = plain.first_turn()
-    breaks(plain, 1, lambda: plain.links.link("local").drop())
+    left = [times]
+
+    def cut() -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            plain.links.link("local").drop()
+
+    breaks(plain, 1, cut)
     job, facts = plain.extend(plain.next_turn(first, ids))
-    assert facts["path"] == "none"
-    assert path_of(plain.finish(job))["path"] == "hot"
+    assert facts["path"] == ("tcp" if times == 1 else "none")
+    assert path_of(plain.finish(job))["path"] == ("extended" if times == 1 else "hot")
 
 
 def test_a_link_that_breaks_on_the_way_back_is_tried_again(plain: Pair) -> None:
