@@ -46,6 +46,10 @@ from store.errors import StoreError
 _PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _TRIES = 3
+PREFIX = "tandem_prefix"
+"""Key of a request's metadata: "off" computes a prompt whole, whatever is stored of it."""
+LEAST_STORED = 256
+"""A stored beginning of fewer tokens is computed sooner than it is fetched."""
 EMPTY = "the prompt is empty: give at least one message with text"
 
 
@@ -253,7 +257,7 @@ def _job(
     # The state of a turn that is continued lies on its decode node.
     route = _route(backend, body, node, held, tokens - held) if held else {}
     preamble = 0
-    if not held:
+    if not held and _may_share(body):
         held, route = _stored(backend, body, node, prompt.ids)
         if not held:
             preamble = backend.preambles.tokens(
@@ -333,6 +337,14 @@ def _route(
     return choose(mode, costs)
 
 
+def _may_share(body: ResponseRequest) -> bool:
+    """Whether what is stored of other prompts may be used. Fault 400 for an unknown wish."""
+    asked = (body.metadata or {}).get(PREFIX, "auto")
+    if asked not in ("auto", "off"):
+        raise bad(f"metadata.{PREFIX} is {str(asked)[:40]!r}, not one of auto, off", "metadata")
+    return asked == "auto"
+
+
 def _stored(
     backend: Backend, body: ResponseRequest, node: str, ids: list[int]
 ) -> tuple[int, dict[str, Any]]:
@@ -344,7 +356,7 @@ def _stored(
             held = store.longest_prefix(ids, owner)
     except (Fault, StoreError):
         return 0, {}
-    if not held:
+    if held < LEAST_STORED:
         return 0, {}
     costs, local = Costs(held, len(ids) - held), backend.config.decode.local_prefill_tokens
     if costs.new > local:

@@ -56,7 +56,11 @@ def test_official_client_submits_in_background_resumes_by_id_and_streams(stack: 
 
 
 def test_cold_state_crosses_the_link(stack: Running) -> None:
-    done = stack.post(input=f"{TEXT[:1200]}\n\nWhat is the hole called?", max_output_tokens=8)
+    done = stack.post(
+        input=f"{TEXT[:1200]}\n\nWhat is the hole called?",
+        max_output_tokens=8,
+        metadata={"tandem_prefix": "off"},
+    )
     facts = done["tandem"]
     assert facts["path"] == "cold"
     assert facts["handoff"]["path"] == "tcp"

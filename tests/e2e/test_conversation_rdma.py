@@ -19,7 +19,11 @@ def stack(model_dir: Path) -> object:
 @pytest.mark.rotate(3)
 def test_state_crosses_by_rdma_and_survives_the_death_of_either_worker(stack: Running) -> None:
     def ask() -> None:
-        done = stack.post(input=f"{TEXT[:1200]}\n\nWho ran by?", max_output_tokens=6)
+        done = stack.post(
+            input=f"{TEXT[:1200]}\n\nWho ran by?",
+            max_output_tokens=6,
+            metadata={"tandem_prefix": "off"},
+        )
         assert done["tandem"]["path"] == "cold"
         assert done["tandem"]["handoff"]["path"] == "rdma"
         assert stack.output_ids(done["id"]) == stack.solo(done["id"])

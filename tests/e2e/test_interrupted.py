@@ -24,7 +24,8 @@ def job(stack: Running, response: str) -> Job:
 def test_a_short_prompt_goes_between_the_chunks_of_a_long_one(stack: Running) -> None:
     # The rate is measured first, so that the long one's length in seconds is known.
     stack.post(input=TEXT[:600], max_output_tokens=2)
-    long = stack.post(input=TEXT[:3200], max_output_tokens=6, background=True)
+    whole = {"tandem_prefix": "off"}
+    long = stack.post(input=TEXT[:3200], max_output_tokens=6, background=True, metadata=whole)
     stack.until(lambda: job(stack, long["id"]).prefilled_tokens >= 64, "the long one to begin")
     short = stack.post(input="Name a colour.", max_output_tokens=4)
     assert short["status"] in ("completed", "incomplete")

@@ -26,7 +26,10 @@ def assert_ended_once(stack: Running, identity: str) -> None:
 @pytest.mark.rotate(2)
 def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
     identity = stack.post(
-        input=f"{TEXT[:4000]}\n\nWho fell?", background=True, max_output_tokens=8
+        input=f"{TEXT[:4000]}\n\nWho fell?",
+        background=True,
+        max_output_tokens=8,
+        metadata={"tandem_prefix": "off"},
     )["id"]
     stack.until(
         lambda: stack.get(identity)["tandem"]["prefill"]["done"] > 0, "the prefill to begin"
@@ -54,6 +57,30 @@ def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None
     done = stack.ended(identity)
     assert done["tandem"]["attempts"]["decode"] == 2
     stack.wait_back("decode", old)
+    assert_ended_once(stack, identity)
+
+
+@pytest.mark.rotate(4)
+@pytest.mark.parametrize("worker", ["prefill", "decode"])
+def test_a_worker_killed_while_a_turn_is_extended(stack: Running, worker: str) -> None:
+    first = stack.post(input=f"{TEXT[:1200]}\n\nWho ran by?", max_output_tokens=6)
+    held = stack.saved(first["id"])["tokens"]
+    identity = stack.post(
+        input=f"{TEXT[1200:5000]}\n\nAnd then?",
+        previous_response_id=first["id"],
+        background=True,
+        max_output_tokens=8,
+        metadata={"tandem_extend": "prefill"},
+    )["id"]
+    stack.until(
+        lambda: stack.get(identity)["tandem"]["prefill"]["done"] > held, "the extension to begin"
+    )
+    os.kill(stack.pid(worker), signal.SIGSTOP)
+    old = stack.kill(worker)
+    done = stack.ended(identity)
+    stack.wait_back(worker, old)
+    assert done["tandem"]["path"] in ("extended", "restored")  # the state is in the store
+    assert done["tandem"]["cached_tokens"] == held
     assert_ended_once(stack, identity)
 
 

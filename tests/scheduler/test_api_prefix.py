@@ -94,7 +94,8 @@ def test_a_stored_beginning_is_used_where_that_is_sooner(costs: Costs, expected:
 
 
 @pytest.fixture
-def stack(redis_url: str) -> Iterator[Stack]:
+def stack(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    monkeypatch.setattr("scheduler.api.intake.LEAST_STORED", LEAST_TOKENS)
     with Stack(redis_url) as running:
         running.store.serve(MODEL, 16)
         running.workers.may_prefill.clear()
@@ -120,6 +121,9 @@ def test_a_stored_beginning_decides_where_a_job_goes(stack: Stack) -> None:
     second = submit(stack, "Why?", user="anna")
     assert (second.stage, second.held_tokens) == ("decode", cut)
     assert second.route == {"extend": "decode", "reason": f"{cut} tokens of the prompt are stored"}
+    whole = submit(stack, "Why?", user="anna", metadata={"tandem_prefix": "off"})
+    assert (whole.stage, whole.held_tokens) == ("prefill", 0)
+    assert whole.request["prompt"]["preamble"] == 0
     other = submit(stack, "Why?", user="bert")
     assert other.owner != second.owner
     assert (other.stage, other.held_tokens) == ("prefill", 0)
@@ -143,3 +147,18 @@ def test_the_store_of_another_machine_is_asked_over_tcp(stack: Stack) -> None:
         assert submit(stack, "Why?", user="anna").held_tokens == 64
     finally:
         far.close()
+
+
+def test_a_wish_that_is_unknown_is_refused(stack: Stack) -> None:
+    body = {"model": "default", "input": "Why?", "metadata": {"tandem_prefix": "never"}}
+    answer = httpx.post(f"{stack.url}/v1/responses", json=body)
+    assert answer.status_code == 400
+    assert "not one of auto, off" in answer.json()["error"]["message"]
+
+
+def test_a_short_beginning_is_computed(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.api.intake.LEAST_STORED", 10_000)
+    first = submit(stack, "When does it leave?", user="anna")
+    ids = first.prompt_ids[:64]
+    stack.store.save_prefix(first.owner, ids, *make_state(ids))
+    assert submit(stack, "Why?", user="anna").held_tokens == 0
