@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from importlib import metadata
 
 from store.codec.header import FORMAT
 from transport.errors import LinkError
 from transport.protocol import PROTOCOL, Hello
+
+log = logging.getLogger("tandem.transport")
 
 
 def _version(package: str) -> str:
@@ -58,6 +61,11 @@ def compare(mine: Hello, theirs: Hello) -> None:
                 f"(Tandem {theirs.tandem}); install the same Tandem on both",
                 "version",
             )
+    if mine.tandem != theirs.tandem or mine.mlx != theirs.mlx:
+        log.warning(
+            "%s runs Tandem %s with mlx %s, this machine %s with %s: update both",
+            theirs.node, theirs.tandem, theirs.mlx, mine.tandem, mine.mlx,
+        )  # fmt: skip
 
 
 def compare_rdma(mine: Hello, theirs: Hello) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from scheduler.config import Config, ConfigError, find_model, resolved_environment
+from scheduler.formats import settle
 from scheduler.host import data_dir, redis_server
 from scheduler.host.supervisor import Service, StackFailed, Supervisor
 from scheduler.nodes import Nodes, Role
@@ -84,6 +85,7 @@ class Stack:
             say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
             self._add("redis", stop_last=True)
         say(f"redis    {self._wait_for_redis(say)} answers")
+        settle(self._redis)
         before()
         for name in (*WORKERS, "api"):
             if name in self.roles:

@@ -20,10 +20,12 @@ from scheduler.config import (
     load,
     resolved_environment,
 )
+from scheduler.formats import settle
 from scheduler.host import data_dir, model_files, redis_server
 from scheduler.host.agent import Agent
 from scheduler.host.duties import Nightly, Switching
 from scheduler.host.stack import REDIS_SECONDS, ROLES, Stack, StackFailed, check_port
+from scheduler.redis_client import connect
 
 _UP = """\
 Run Tandem on this machine: Redis (unless REDIS_URL names one), the API, one prefill worker and one
@@ -152,6 +154,8 @@ def run_worker(args: argparse.Namespace) -> int:
     data_dir.prepare(config)
     try:
         redis_server.probe(config.redis_url, REDIS_SECONDS)
+        with connect(config.redis_url) as client:
+            settle(client)
     except redis_server.RedisUnavailable as error:
         raise ConfigError(str(error)) from None
     config = fetch_model(config, Console(stderr=True, highlight=False))
