@@ -48,9 +48,13 @@ def cost(tokens: int) -> float:
 
 
 class Reuse:
-    """Counts of turns and of their continuations; not thread-safe."""
+    """Counts of turns and of their continuations; not thread-safe.
 
-    def __init__(self) -> None:
+    `refresh`: turns after which the rates are computed anew.
+    """
+
+    def __init__(self, refresh: int = REFRESH) -> None:
+        self._refresh_after = refresh
         self._open: dict[str, tuple[Class, float]] = {}
         self._reached: dict[Class, list[float]] = {}
         self._reused: dict[Class, list[float]] = {}
@@ -73,7 +77,7 @@ class Reuse:
             del self._open[oldest]
             self._count(self._reached, old_kind, range(step_of(now - born)))
         self._since += 1
-        if self._since >= REFRESH:
+        if self._since >= self._refresh_after:
             self._refresh()
 
     def rate(self, kind: Class, age: float) -> float:

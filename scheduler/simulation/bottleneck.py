@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from scheduler.config import JobsConfig
@@ -34,6 +35,8 @@ WORTH = 0.05
 #: A change that shortens the mean by less is not worth its price.
 GAIN = 0.05
 FEWEST = 5
+#: Tokens per chunk where nothing says how many.
+DEFAULT_CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ def stages(window: Window) -> list[Stage]:
     began |= {p.id: p.times.get("prefilling", 0.0) for p in direct}
     rows = [*handed, *direct]
     lost = [p for p in window.pasts if recomputed(p)]
+    said = [p for p in window.pasts if p.output_tokens > 1 and p.ttft is not None and p.ended]
     return [
         Stage(
             "prefill queue",
@@ -141,6 +145,14 @@ def stages(window: Window) -> list[Stage]:
             ],
             [(p.ended or began[p.id]) - began[p.id] for p in rows],
         ),
+        # Rows of one batch slow each other down, by so much against a row alone.
+        Stage(
+            "decode batch",
+            window.decode_nodes * window.slots,
+            [p.at + (p.ttft or 0.0) for p in said],
+            [_slowed(p, decode) for p in said],
+            [],
+        ),
         # What the store no longer had is computed again, by the decode node.
         Stage(
             "store",
@@ -150,6 +162,13 @@ def stages(window: Window) -> list[Stage]:
             [],
         ),
     ]
+
+
+def _slowed(past: Past, decode: Profile) -> float:
+    """Seconds that an answer took longer than a row alone would have."""
+    steps = past.output_tokens - 1
+    alone = steps * decode.step_s(1, past.prompt_tokens + past.output_tokens / 2)
+    return max(0.0, (past.ended or 0.0) - (past.ttft or 0.0) - alone)
 
 
 def recomputed(past: Past) -> bool:
@@ -245,9 +264,16 @@ def machines(window: Window) -> tuple[Profile, Profile]:
 
 
 def link_of(window: Window) -> Link:
-    """The link as it was seen: the fastest of the transfers, which may have waited for chunks."""
-    rates = [past.bytes / past.wire_s for past in window.pasts if past.bytes and past.wire_s > 0]
-    return Link(rate=max(rates)) if rates else Link()
+    """The link as it was seen: what was left to send after the last chunk (its rows and the
+    snapshot), over the time that took; the median of all transfers."""
+    moved = [past for past in window.pasts if past.bytes and past.exposed_s > 0]
+    fixed, per_token = window.prefill.state if window.prefill else (0.0, 0.0)
+    if not fixed and not per_token:
+        fixed, per_token = _state(moved)
+    chunk = window.chunk or (window.prefill.chunk if window.prefill else DEFAULT_CHUNK)
+    rates = [(fixed + per_token * min(chunk, p.new_tokens)) / p.exposed_s for p in moved]
+    rate = median(rates) if rates else 0.0
+    return Link(rate=rate, latency=0.0) if rate else Link()
 
 
 def bigger_chunk(profile: Profile, now: int) -> int:
@@ -262,7 +288,7 @@ def _prefill_seen(window: Window) -> Profile:
     tokens = sum(p.new_tokens for p in done)
     seconds = sum(p.times["handing_off"] - p.times.get("prefilling", 0.0) for p in done)
     rate = tokens / seconds if tokens and seconds > 0 else 1000.0
-    chunk = window.chunk or 2048
+    chunk = window.chunk or DEFAULT_CHUNK
     context = max(1, tokens // max(1, len(done)))
     return Profile("seen", ((chunk, context, rate),), ((1, context, rate),), _state(done))
 
@@ -278,7 +304,7 @@ def _decode_seen(window: Window) -> Profile:
     spent = sum((p.ttft or 0.0) - p.times.get("prefilling", 0.0) for p in local)
     computed = sum(p.new_tokens for p in local)
     rate = computed / spent if computed and spent > 0 else 1 / step
-    chunk = window.chunk or 2048
+    chunk = window.chunk or DEFAULT_CHUNK
     widths = sorted({1, 2, max(2, window.slots)})
     steps = tuple((width, context, width / step) for width in widths)
     return Profile("seen", ((chunk, context, rate),), steps, _state(window.pasts))

@@ -11,6 +11,8 @@ from store.reuse import Class, Reuse, class_of
 
 #: States compared in one step, from the longest unused on.
 SCAN = 128
+#: Turns after which reuse is learned anew: less often than in the product, which has more time.
+LEARN = 1000
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class Stock:
         self._shelf = shelf
         self._fixed, self._per_token = state
         self._states: dict[int, _State] = {}
-        self.reuse = Reuse()
+        self.reuse = Reuse(LEARN)
         self.used = 0.0
         self.evicted = 0
         self.written = 0.0

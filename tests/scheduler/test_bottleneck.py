@@ -44,9 +44,11 @@ def load(count: int = 150, every: float = 2.0, prompt: int = 1000, output: int =
     return turns
 
 
-def served(turns: Sequence[Turn], *, slots: int = 8, link: float = 1e9) -> Window:
+def served(
+    turns: Sequence[Turn], *, slots: int = 8, link: float = 1e9, rates: Profile = RATES
+) -> Window:
     """The records of a stack whose slow part is known."""
-    found = Cluster((Machine("p0", RATES, 256),), (Machine("d0", RATES, slots=slots),))
+    found = Cluster((Machine("p0", rates, 256),), (Machine("d0", rates, slots=slots),))
     found = replace(found, link=Link(link, 0.001))
     sim = Pipeline(found, turns)
     sim.run()
@@ -56,8 +58,8 @@ def served(turns: Sequence[Turn], *, slots: int = 8, link: float = 1e9) -> Windo
         max(turn.ended for turn in turns),
         slots=slots,
         chunk=256,
-        prefill=RATES,
-        decode=RATES,
+        prefill=rates,
+        decode=rates,
     )
 
 
@@ -105,6 +107,14 @@ def test_too_few_rows() -> None:
     assert report["bottleneck"] == "decode queue"
     assert report["do"] == ["one more decode node"]
     assert gains(report)["one more prefill node"] < 0.05
+
+
+def test_rows_that_slow_each_other_down() -> None:
+    turns = load(every=1.1, prompt=300, output=42)
+    sharing = replace(RATES, decode=((1, 1000, 40.0), (2, 1000, 41.0), (8, 1000, 44.0)))
+    report = analyse(served(turns, rates=sharing))
+    assert report["bottleneck"] == "decode batch"
+    assert report["do"] == ["one more decode node"]
 
 
 def test_a_slow_link() -> None:
@@ -268,5 +278,5 @@ def test_the_commands_read_the_running_stack(
     assert main(["bottleneck", "--window", "10m", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["requests"] == 8
-    assert [stage["servers"] for stage in report["stages"]] == [1, 1, 3, 1]
+    assert [stage["servers"] for stage in report["stages"]] == [1, 1, 3, 3, 1]
     assert report["model"]["rates"] == "taken from the window"
