@@ -156,6 +156,7 @@ def main() -> None:
         print(role, "after against before", changes(before[role], after[role]), flush=True)
         profile = better(before[role], after[role])
         (out / f"{role}.json").write_text(json.dumps(profile, indent=1) + "\n")
+    (out / "flags.json").write_text(json.dumps(["--chunk", str(CHUNK)]) + "\n")
 
 
 if __name__ == "__main__":
