@@ -9,7 +9,6 @@ not quality, and not much time: rounds that are slower than plain steps are give
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from mlx_vlm.speculative.common import verify_forward
 from engine.drafters import Drafter
 from engine.merged import NotMergeableError, merge
 from engine.names import SEEN
+from engine.pace import REST_ROUNDS, Pace
 from engine.probe import TOLERANCE, Batching, largest, probe_tokens, token_ids
 from engine.rows import Active, line_of
 
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 LONGEST = 7  # proposals; with the pending token a forward of 8, mlx-vlm's decode block
 PROBE = (4, 2)  # tokens verified at once, kept of them by the first row
 # A row's proposals are given up for a while when fewer than this share of the last was right.
-LEAST_ACCEPTED, RECENT_ROUNDS, REST_ROUNDS = 0.2, 16, 64
-# Rounds are compared with plain steps of the same width; each time they lose they rest for longer.
-PLAIN_STEPS, TRIED_ROUNDS, LONGEST_REST = 2, 8, 4096
+LEAST_ACCEPTED, RECENT_ROUNDS = 0.2, 16
 
 
 @dataclass
@@ -75,39 +73,6 @@ def verify(
         output, transaction = verify_forward(model.lm, ids, caches, **arguments)
     states = output.hidden_states[-1] if hidden else None
     return Verified(output.logits, states, transaction)
-
-
-class Pace:
-    """Whether rounds of one batch width give more tokens a second than plain steps."""
-
-    def __init__(self, width: int) -> None:
-        self.rest = 0
-        self._width = width
-        self._plain: deque[float] = deque(maxlen=TRIED_ROUNDS)
-        self._rounds: deque[tuple[int, float]] = deque(maxlen=TRIED_ROUNDS)
-        self._next_rest = REST_ROUNDS
-
-    @property
-    def known(self) -> bool:
-        """Whether there is something to compare rounds with."""
-        return len(self._plain) >= PLAIN_STEPS
-
-    def plain(self, seconds: float) -> None:
-        """A plain step took so long."""
-        self._plain.append(seconds)
-
-    def round(self, tokens: int, seconds: float) -> None:
-        """A round with proposals gave so many tokens, over all rows, in so many seconds."""
-        self._rounds.append((tokens, seconds))
-        if len(self._rounds) < TRIED_ROUNDS or not self.known:
-            return
-        given, spent = (sum(column) for column in zip(*self._rounds, strict=True))
-        if given * statistics.median(self._plain) >= self._width * spent:
-            self._next_rest = REST_ROUNDS
-            return
-        self.rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
-        self._rounds.clear()
-        self._plain.clear()
 
 
 class _Follower:
