@@ -53,7 +53,9 @@ def router(backend: Backend, looker: Looker, metrics: Metrics) -> APIRouter:
     @routes.get("/", include_in_schema=False)
     def status() -> HTMLResponse:
         nonce = secrets.token_urlsafe(16)
-        text = page.render(nonce=nonce, refresh=REFRESH, **facts_of(looker.look(), backend))
+        # An operator who is an owner sees others' ids here, and not their responses.
+        facts = facts_of(looker.look(), backend) | {"explain": not current().scoped}
+        text = page.render(nonce=nonce, refresh=REFRESH, **facts)
         return HTMLResponse(text, headers=_headers(nonce))
 
     return routes

@@ -19,6 +19,9 @@ from rq import Queue
 from scheduler.redis_client import connect
 from scheduler.serializer import Msgpack
 
+# One for all requests: making one costs more than a request.
+HTTP = httpx.Client(follow_redirects=True)
+
 
 class Pickled:
     """The serializer that RQ uses where nobody names one; ours takes it out of reach."""
@@ -43,7 +46,7 @@ class Side:
         return Queue(name, connection=self.client, serializer=self.serializer)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.base + path, follow_redirects=True)
+        return HTTP.get(self.base + path)
 
     def listed(self, queue: str, registry: str, per: int = 8, page: int = 1) -> list[str]:
         path = f"/0/data/jobs/{queue}/{registry}/{per}/asc/{page}.json"

@@ -194,22 +194,14 @@ def test_chat_lines_give_chat_completions(stack: Stack) -> None:
 def test_a_failed_job_and_one_that_was_cancelled_stand_in_the_error_file(stack: Stack) -> None:
     stack.workers.may_prefill.clear()
     batch = start(stack, jsonl(line(1), line(2)))
-    jobs = stack.client().get("/responses", cast_to=dict[str, Any])
-    waiting = eventually(
-        lambda: (
-            found
-            if len(
-                found := stack.client().get("/responses?status=queued", cast_to=dict[str, Any])[
-                    "data"
-                ]
-            )
-            == 2
-            else None
-        ),
-        "the lines are not submitted",
-    )
-    assert jobs is not None
-    stack.client().responses.cancel(waiting[0]["id"])
+    client = stack.client()
+
+    def submitted() -> Any:
+        found = client.get("/responses?status=queued", cast_to=dict[str, Any])["data"]
+        return found if len(found) == 2 else None
+
+    waiting = eventually(submitted, "the lines are not submitted")
+    client.responses.cancel(waiting[0]["id"])
     stack.workers.fail_with = "the model broke"
     stack.workers.open()
     done = end(stack, batch.id)
@@ -364,10 +356,11 @@ ODD = {
 @pytest.mark.parametrize("path", ["/v1/batches", "/v1/files"])
 def test_bodies_that_no_client_sends(stack: Stack, path: str) -> None:
     kinds = ("application/json", "multipart/form-data; boundary=b", "text/plain")
-    for name, kind in itertools.product(ODD, kinds):
-        answer = httpx.post(stack.url + path, content=ODD[name], headers={"content-type": kind})
-        assert 400 <= answer.status_code < 500, (name, kind, answer.text)
-        error = answer.json()["error"]
-        assert error["type"] == "invalid_request_error"
-        assert "Traceback" not in answer.text
-        assert str(stack.config.data_dir) not in answer.text
+    with httpx.Client() as http:
+        for name, kind in itertools.product(ODD, kinds):
+            answer = http.post(stack.url + path, content=ODD[name], headers={"content-type": kind})
+            assert 400 <= answer.status_code < 500, (name, kind, answer.text)
+            error = answer.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert "Traceback" not in answer.text
+            assert str(stack.config.data_dir) not in answer.text

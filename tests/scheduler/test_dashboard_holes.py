@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from api_stack import Stack
-from dashboards_kit import Pickled, Side, sides
+from dashboards_kit import HTTP, Pickled, Side, sides
 from redis_kit import Server
 from rq import SimpleWorker
 from rq.job import Job
@@ -100,7 +99,7 @@ FOREIGN = {"Origin": "http://evil.example", "Content-Type": "application/x-www-f
 def test_a_foreign_page_can_change_queues(both: Both, path: str) -> None:
     def hole(side: Side) -> bool:
         job = side.queue().enqueue("os.getpid")
-        answer = httpx.post(side.base + path.format(id=job.id), headers=FOREIGN)
+        answer = HTTP.post(side.base + path.format(id=job.id), headers=FOREIGN)
         left = side.queue().get_job_ids()
         side.queue().empty()
         return answer.status_code == 200 and job.id not in left
@@ -133,7 +132,7 @@ def test_what_disabled_deletion_does_not_disable(both: Both, path: str) -> None:
         job = _failed(side)
         side.queue().enqueue("os.getpid")  # an empty queue cannot be compacted
         headers = {"X-Requested-With": "XMLHttpRequest"}
-        answer = httpx.post(side.no_delete + path.format(id=job.id), headers=headers)
+        answer = HTTP.post(side.no_delete + path.format(id=job.id), headers=headers)
         return answer.status_code == 200 and answer.json()["status"] == "OK"
 
     check(both, hole)
@@ -249,9 +248,9 @@ def test_deleting_what_runs_loses_it(both: Both) -> None:
     def hole(side: Side) -> bool:
         stack.workers.may_prefill.clear()
         body = {"input": "Hi", "background": True}
-        name = httpx.post(f"{stack.url}/v1/responses", json=body).json()["id"]
+        name = HTTP.post(f"{stack.url}/v1/responses", json=body).json()["id"]
         headers = {"X-Requested-With": "XMLHttpRequest"}
-        httpx.post(f"{side.base}/job/{name}-p/delete", headers=headers)
+        HTTP.post(f"{side.base}/job/{name}-p/delete", headers=headers)
         lost = not ours.client.exists(f"rq:job:{name}-p")
         jobs.cancel(name)
         stack.workers.open()
@@ -275,7 +274,7 @@ def test_descriptions_hold_what_was_asked(both: Both) -> None:
     assert "my secret prompt" in stock.get("/0/data/jobs/holes/queued/8/asc/1.json").text
     stack.workers.may_prefill.clear()
     body = {"input": "my secret prompt", "background": True}
-    name = httpx.post(f"{stack.url}/v1/responses", json=body).json()["id"]
+    name = HTTP.post(f"{stack.url}/v1/responses", json=body).json()["id"]
     shown = ours.get("/0/data/jobs/prefill/queued/8/asc/1.json").text
     assert name in shown
     assert "secret" not in shown + ours.get(f"/0/data/job/{name}-p.json").text

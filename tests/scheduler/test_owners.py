@@ -38,11 +38,13 @@ class World:
     alice: str
     bob: str
     ids: dict[str, str] = field(default_factory=dict)
+    # One for all requests: making one costs more than a request.
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
 
     def call(self, token: str, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **options.pop("headers", {})}
         url = self.stack.url + path
-        return httpx.request(method, url, headers=headers, timeout=60, **options)
+        return self.http.request(method, url, headers=headers, **options)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,7 @@ def world() -> Iterator[World]:
             "batch_id": batch.id,
         }
         yield found
+        found.http.close()
         stack.workers.open()
 
 
@@ -316,14 +319,14 @@ def test_who_comes_in(world: World) -> None:
         {}, {"Authorization": "Bearer wrong"}, {"x-api-key": "wrong"},
         {"Authorization": "Bearer"}, {"x-api-key": ""},
     ):  # fmt: skip
-        answer = httpx.get(f"{stack.url}/v1/models", headers=headers)
+        answer = world.http.get(f"{stack.url}/v1/models", headers=headers)
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
-    message = httpx.post(f"{stack.url}/v1/messages", json={}, headers={"x-api-key": "wrong"})
+    message = world.http.post(f"{stack.url}/v1/messages", json={}, headers={"x-api-key": "wrong"})
     assert message.json()["error"]["type"] == "authentication_error"
-    assert httpx.get(f"{stack.url}/v1/models", headers={"x-api-key": world.bob}).is_success
-    assert httpx.get(f"{stack.url}/health").json() == {"ok": True}
-    told = httpx.get(f"{stack.url}/ready").json()
+    assert world.http.get(f"{stack.url}/v1/models", headers={"x-api-key": world.bob}).is_success
+    assert world.http.get(f"{stack.url}/health").json() == {"ok": True}
+    told = world.http.get(f"{stack.url}/ready").json()
     assert set(told) == {"ready", "redis", "store", "prefill", "decode", "missing"}
     for _, path in OPERATORS:
         assert world.call(world.bob, "GET", path, follow_redirects=True).status_code == 403
