@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,21 @@ def load_tokenizer(path: Path) -> Any:
 
     work("tokenizer_loads")
     try:
-        return AutoTokenizer.from_pretrained(str(path))
+        tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ModelError(
             f"the tokenizer in {path} cannot be loaded ({error}); check that the model "
             "directory is complete"
         ) from error
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        # Older processors keep the template there, which the API renders too.
+        own = json.loads((path / "chat_template.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if isinstance(own.get("chat_template"), str) and (
+            config.get("vision_config") or not tokenizer.chat_template
+        ):
+            tokenizer.chat_template = own["chat_template"]
+    return tokenizer
 
 
 class TextStream:

@@ -123,6 +123,10 @@ class Tokenizer:
                 f"({str(error).splitlines()[0][:200] if str(error) else type(error).__name__}): "
                 "the model directory is incomplete or damaged; fetch the model again"
             ) from error
+        # Where older processors of models with a vision tower keep the template with images.
+        own = _read_json(model_dir / "chat_template.json").get("chat_template")
+        if isinstance(own, str) and (config.get("vision_config") or not hf.chat_template):
+            hf.chat_template = own
         if not hf.chat_template:
             raise TokenizerError(
                 f"model {model_dir.name} has no chat template: choose an instruct model, or put "

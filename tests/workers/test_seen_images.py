@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import answer
 from engine.text import load_tokenizer
+from scheduler.api.tokenizer import Tokenizer
 from scheduler.images import data_url
 from scheduler.record import Job, JobError
 from worker_decode.pictures import Pictures
@@ -174,3 +176,16 @@ def test_the_child_process_answers_line_by_line(seeing: Model, loaded: Model) ->
     out = io.StringIO()
     assert serve(loaded.path, io.StringIO(), out) == 1
     assert "takes no images" in json.loads(out.getvalue())["error"]
+
+
+def test_an_older_processors_template_is_the_one(seeing: Model, tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(seeing.path, folder)
+    own = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": own}))
+    assert Tokenizer.load(folder).template == load_tokenizer(folder).chat_template == own
+    config = json.loads((folder / "config.json").read_text())
+    del config["vision_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = Tokenizer.load(seeing.path).template
+    assert Tokenizer.load(folder).template == load_tokenizer(folder).chat_template == kept
