@@ -49,7 +49,6 @@ class Host:
         self.environment |= {
             "TANDEM_DATA": str(self.data),
             "XDG_RUNTIME_DIR": str(self.runtime),
-            "TANDEM_TEST_HOST": str(directory),
         }
 
     def inside(self, command: Sequence[str]) -> list[str]:
@@ -117,13 +116,21 @@ class Host:
             self.process = None
 
     def pids(self) -> list[int]:
-        """Living processes of this host, found by their environment."""
-        mark = f"TANDEM_TEST_HOST={self.directory}\0".encode()
+        """Living processes of this host, found by their network or by what they name.
+
+        (Redis writes its title over its environment; its command line names its socket.)
+        """
+        mark = os.fsencode(self.directory)
+        space = os.stat(f"/run/netns/{self.namespace}").st_ino if self.namespace else -1
         found = []
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
                 with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes():
+                    if (
+                        os.stat(entry / "ns" / "net").st_ino == space
+                        or mark in (entry / "environ").read_bytes()
+                        or mark in (entry / "cmdline").read_bytes()
+                    ) and (entry / "cmdline").read_bytes():  # a zombie has none
                         found.append(int(entry.name))
         return found
 

@@ -136,7 +136,7 @@ class Soak:
             "kill prefill worker": lambda: self._kill(self._hosts.prefill, "worker_prefill"),
             "kill decode worker": lambda: self._kill(self._hosts.decode, "worker_decode"),
             "kill API": lambda: self._kill(self._hosts.decode, "\0serve"),
-            "kill Redis": lambda: self._kill(self._hosts.decode, "valkey-server"),
+            "kill Redis": lambda: self._kill(self._hosts.decode, "-server"),
             "freeze prefill worker": lambda: self._freeze(self._hosts.prefill, "worker_prefill"),
             "power off the prefill host": lambda: self._reboot(self._hosts.prefill),
             "power off the decode host": lambda: self._reboot(self._hosts.decode),
@@ -166,13 +166,14 @@ class Soak:
 
     def _kill(self, host: Host, word: str) -> None:
         pid = host.service(word)
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
+        if pid is None:
+            raise HostsFailed(f"{word.strip()} does not run on the {host.name} host")
+        os.kill(pid, signal.SIGKILL)
 
     def _freeze(self, host: Host, word: str) -> None:
         pid = host.service(word)
         if pid is None:
-            return
+            raise HostsFailed(f"{word} does not run on the {host.name} host")
         os.kill(pid, signal.SIGSTOP)
         time.sleep(self._random.uniform(1, 12))
         try:
