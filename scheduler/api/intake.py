@@ -108,7 +108,7 @@ def accept(
             **fields,
         )
         accepted = _submit(backend, job)
-        if accepted.duplicate or not job.lock or _still_head(backend, lineage):
+        if accepted.duplicate or not job.lock or _still_head(backend, lineage, accepted.id):
             if not accepted.duplicate and body.store is not False:
                 _enter(backend, accepted.id, body, lineage)
                 heads.remember(backend, owner, session, accepted.id)
@@ -391,10 +391,13 @@ def _known(backend: Backend, response: str, model: str, digest: str) -> Accepted
     return _submit(backend, NewJob(response, model, {}, [0], digest=digest))
 
 
-def _still_head(backend: Backend, lineage: Lineage) -> bool:
+def _still_head(backend: Backend, lineage: Lineage, response: str) -> bool:
+    """Whether a turn was locked as it was looked at; it may have ended already, and be the head."""
     with backend.store() as store:
         record = store.get_conversation(lineage.conversation)
-    return record is not None and record["head"] == lineage.previous
+        if record is None or record["head"] in (lineage.previous, response):
+            return record is not None
+        return response in store.conversation_turns(lineage.conversation)
 
 
 def _digest(body: ResponseRequest) -> str:

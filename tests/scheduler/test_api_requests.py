@@ -18,6 +18,7 @@ import pytest
 from api_stack import Stack
 from jobs_kit import Server, eventually
 
+from scheduler.api import intake
 from scheduler.api.app import create_app
 from scheduler.config import Config, ConfigError
 from scheduler.jobs import Jobs
@@ -440,3 +441,21 @@ def test_a_long_predicted_wait_is_refused_with_the_time_to_come_back(redis_url: 
         )
         assert starts == sorted(set(starts)) or starts[0] == 0.0
         stack.workers.open()
+
+
+def test_a_turn_that_ends_before_it_is_looked_at_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may be faster than the request that brought the work."""
+    conversation = httpx.post(f"{stack.url}/v1/conversations", json={}).json()["id"]
+    look = intake._still_head
+
+    def later(backend: Any, lineage: Any, response: str) -> bool:
+        backend.jobs.wait(response, 10)
+        return look(backend, lineage, response)
+
+    monkeypatch.setattr(intake, "_still_head", later)
+    for number in range(2):
+        body = {"input": f"Turn {number}", "conversation": conversation}
+        assert httpx.post(f"{stack.url}/v1/responses", json=body, timeout=30).status_code == 200
+    assert len(stack.store.conversation_turns(conversation)) == 2
