@@ -92,7 +92,11 @@ class Model:
             raise ModelError(f"{path.name} cannot be served: {error}") from error
 
     def fresh_cache(self) -> Caches:
-        """An empty cache list for one row, as the model makes it, without its transient slots."""
+        """An empty cache list for one row, as the model makes it, without its transient slots.
+
+        Those would speed a prefill up, but its last bits differ with them, and whether there is
+        memory for them would decide about an answer.
+        """
         caches: Caches = self._make_cache(self.lm)
         for path, siblings, _ in list(walk(caches)):
             if is_transient(self.model_type, path, siblings):

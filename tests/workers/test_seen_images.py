@@ -26,8 +26,9 @@ from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import answer
 from engine.text import load_tokenizer
+from scheduler.api.expander import Expander
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.images import data_url
+from scheduler.images import ImageError, data_url
 from scheduler.record import Job, JobError
 from worker_decode.pictures import Pictures
 
@@ -176,6 +177,22 @@ def test_the_child_process_answers_line_by_line(seeing: Model, loaded: Model) ->
     out = io.StringIO()
     assert serve(loaded.path, io.StringIO(), out) == 1
     assert "takes no images" in json.loads(out.getvalue())["error"]
+
+
+@pytest.mark.rotate(3)
+def test_a_child_that_has_died_is_started_again(seeing: Model) -> None:
+    expander = Expander(seeing.path)
+    assert expander.image_token == seeing.image_token
+    child = expander._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert expander.ids(picture(1)) == names(picture(1), 48)
+    with pytest.raises(ImageError, match="cannot be read"):
+        expander.ids(b"nothing")
+    assert expander._child is not child
+    expander.close()
+    assert expander.ids(picture(1)) == names(picture(1), 48), "known without a child"
 
 
 def test_an_older_processors_template_is_the_one(seeing: Model, tmp_path: Path) -> None:
