@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
@@ -113,13 +113,13 @@ class Files:
         pipe.execute()
         return file
 
-    def get(self, ident: str) -> File | None:
-        """The file, or None where there is none or its time is over."""
+    def get(self, ident: str, *, expired: bool = False) -> File | None:
+        """The file, or None where there is none or, unless `expired`, its time is over."""
         if not is_file_id(ident):
             return None
         raw = cast("dict[bytes, bytes]", self._client.hgetall(_key(ident)))
         file = _parse(ident, raw)
-        return file if file is not None and file.expires > time.time() else None
+        return file if file is not None and (expired or file.expires > time.time()) else None
 
     def newest(self, owner: str | None = None) -> Iterator[File]:
         """All files, or an owner's, newest first."""
@@ -161,17 +161,17 @@ class Files:
         """Bytes that all files take."""
         return sum(int(v) for v in cast("list[bytes]", self._client.hvals(_BYTES)))
 
-    def sweep(self) -> int:
+    def sweep(self, used: Collection[str] = ()) -> int:
         """Delete what has expired and contents without a record; returns how many went.
 
-        Only while no other process writes files here.
+        Files that are `used` stay. Only while no other process writes files here.
         """
         gone = 0
         now = time.time()
         for ident in cast("list[bytes]", self._client.zrange(_ALL, 0, -1)):
             raw = cast("dict[bytes, bytes]", self._client.hgetall(_key(ident.decode())))
             file = _parse(ident.decode(), raw)
-            if file is not None and file.expires <= now:
+            if file is not None and file.expires <= now and file.id not in used:
                 self.delete(file)
                 gone += 1
         with contextlib.suppress(FileNotFoundError):

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -24,6 +25,8 @@ IDLE_SECONDS = 2.0
 """Between looks for batches that another process has accepted."""
 AWAY_SECONDS = 1.0
 _SWEEP_EVERY = 600.0
+MAX_FAILURES = 5
+"""Errors of ours after which a batch is given up."""
 
 
 class BatchDriver:
@@ -37,6 +40,7 @@ class BatchDriver:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="batches", daemon=True)
         self._swept = 0.0
+        self._failures: Counter[str] = Counter()
 
     def start(self) -> None:
         """Begin; unfinished batches go on."""
@@ -65,10 +69,6 @@ class BatchDriver:
                     pause = 0.0 if moved else BUSY_SECONDS if self._runs else IDLE_SECONDS
                 except (RedisError, OSError) as error:
                     log.warning("batches wait: %s", error)
-                    pause = AWAY_SECONDS
-                except Exception:
-                    # One batch's trouble must end neither the others nor this thread.
-                    log.exception("a batch cannot go on now")
                     pause = AWAY_SECONDS
                 if pause:
                     self._wake.wait(pause)
@@ -99,16 +99,40 @@ class BatchDriver:
         for batch in waiting:
             if self._ended.is_set():
                 return False
-            run = self._runs.get(batch.id)
-            if run is None and (run := self._take_up(batch)) is None:
-                continue
-            moved = run.step() or moved
-            if run.batch.ended:
-                run.close()
-                run.path.unlink(missing_ok=True)
-                del self._runs[batch.id]
-        self._sweep({batch.id for batch in waiting})
+            try:
+                moved = self._advance(batch) or moved
+            except (RedisError, OSError):
+                self._drop(batch.id)
+                raise
+            except Exception:
+                # One batch's trouble must end neither the others nor this thread.
+                log.exception("%s cannot go on", batch.id)
+                self._drop(batch.id)
+                self._trouble(batch)
+        self._sweep(waiting)
         return moved
+
+    def _advance(self, batch: Batch) -> bool:
+        run = self._runs.get(batch.id)
+        if run is None and (run := self._take_up(batch)) is None:
+            return False
+        moved = run.step()
+        if run.batch.ended:
+            self._drop(batch.id)
+            run.path.unlink(missing_ok=True)
+        return moved
+
+    def _drop(self, ident: str) -> None:
+        """Forget a run; it is made anew from its journal."""
+        if (run := self._runs.pop(ident, None)) is not None:
+            run.close()
+
+    def _trouble(self, batch: Batch) -> None:
+        self._failures[batch.id] += 1
+        if self._failures[batch.id] >= MAX_FAILURES:
+            told = {"code": "internal_error", "line": None, "param": None}
+            told["message"] = "internal error; the API's log has the details"
+            self._backend.batches.move(batch, "failed", errors=[told])
 
     def _take_up(self, batch: Batch) -> BatchRun | None:
         try:
@@ -119,12 +143,13 @@ class BatchDriver:
             return None
         return run
 
-    def _sweep(self, known: set[str]) -> None:
+    def _sweep(self, waiting: list[Batch]) -> None:
         """Now and then: files whose time is over, journals of batches that have ended."""
         if self._swept and time.monotonic() - self._swept < _SWEEP_EVERY:
             return
         self._swept = time.monotonic()
-        self._backend.files.sweep()
+        self._backend.files.sweep({batch.input_file for batch in waiting})
+        known = {batch.id for batch in waiting}
         for path in self._dir.glob("batch_*"):
             if path.name not in known and not self._unfinished(path):
                 path.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
+from redis.exceptions import RedisError
 
 from scheduler.api.backend import Backend
 from scheduler.api.batch_journal import Journal
@@ -66,7 +67,7 @@ class BatchRun:
         self._backend = backend
         self.batch = batch
         self._limit = backend.config.api.max_body_mb << 20
-        file = backend.files.get(batch.input_file)
+        file = backend.files.get(batch.input_file, expired=True)
         if file is None:
             raise FilesError(f"the input file {batch.input_file} is gone: upload it again")
         self._source = backend.files.open(file)
@@ -88,7 +89,8 @@ class BatchRun:
     def step(self) -> bool:
         """Do what can be done now; whether anything was. The batch may have ended: see `batch`.
 
-        Raises RedisError and OSError, after which the same step may be tried again.
+        After an error the run must be made anew: the journal knows which lines are done, and the
+        jobs of the others are found by their ids.
         """
         batch = self.batch = self._backend.batches.get(self.batch.id) or self.batch
         if batch.status == "validating":
@@ -205,6 +207,16 @@ class BatchRun:
         except (JobError, ValidationError) as error:
             text = str(error).splitlines()[0]
             self._write(line, refused(batch, number, line.custom_id, Fault(400, text)))
+            return True
+        except (RedisError, OSError):
+            raise
+        except Exception:
+            # One line that meets a fault of ours must not hold up the others.
+            log.exception("line %d of %s cannot be submitted", number, batch.id)
+            ours = Fault(
+                500, "internal error; the API's log has the details", code="internal_error"
+            )
+            self._write(line, refused(batch, number, line.custom_id, ours))
             return True
         self._sent[number] = _Sent(line, response)
         return True

@@ -105,6 +105,14 @@ def router(backend: Backend) -> APIRouter:
     @routes.delete("/{file_id}")
     def delete_file(file_id: FileId) -> dict[str, Any]:
         file = find_file(backend, file_id)
+        for batch in backend.batches.unfinished(backend.config.node):
+            if batch.input_file == file.id:
+                raise Fault(
+                    409,
+                    f"{batch.id} reads this file: cancel it, or wait for its end",
+                    code="file_in_use",
+                    retry=False,
+                )
         backend.files.delete(file)
         backend.note("delete", file.id)
         return {"id": file.id, "object": "file", "deleted": True}

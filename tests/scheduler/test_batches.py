@@ -16,8 +16,10 @@ import openai
 import pytest
 from api_stack import Stack, Workers
 from openai.types import Batch
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_kit import Server, eventually
 
+from scheduler.api import batch_driver, batch_run
 from scheduler.api.batch_driver import BatchDriver
 from scheduler.api.batch_journal import Journal
 from scheduler.record import Job
@@ -313,6 +315,48 @@ def test_a_line_whose_answer_is_lost_is_not_run_again(stack: Stack) -> None:
     done = end(stack, batch.id)
     (row,) = contents(stack, done.error_file_id)
     assert row["error"]["code"] == "result_lost"
+
+
+def test_errors_on_the_way_lose_no_line(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: Counter[str] = Counter()
+    inner = batch_run.accept
+
+    def accept(backend: Any, body: Any, key: str, about: Any) -> Any:
+        number = int(key.rpartition(":")[2])
+        tries[str(number)] += 1
+        if number == 3:
+            raise RuntimeError("a fault of ours")
+        if number in (5, 8) and tries[str(number)] == 1:
+            raise (RedisConnectionError if number == 5 else OSError)("not now")
+        if number == 9 and tries["9"] == 1:
+            inner(backend, body, key, about)
+            raise RedisConnectionError("the answer is lost")
+        return inner(backend, body, key, about)
+
+    monkeypatch.setattr(batch_run, "accept", accept)
+    monkeypatch.setattr(batch_driver, "AWAY_SECONDS", 0.01)
+    done = end(stack, start(stack, jsonl(*(line(n) for n in range(1, 21)))).id)
+    output, errors = contents(stack, done.output_file_id), contents(stack, done.error_file_id)
+    assert [row["custom_id"] for row in output] == [f"q{n}" for n in range(1, 21) if n != 3]
+    (error,) = errors
+    assert error["response"]["status_code"] == 500
+    assert "fault of ours" not in json.dumps(error)
+    assert (tries["5"], tries["8"], tries["9"]) == (2, 2, 1)
+
+
+def test_a_file_stays_while_a_batch_reads_it(stack: Stack) -> None:
+    stack.workers.may_prefill.clear()
+    batch = start(stack, jsonl(line(1)))
+    client = stack.client()
+    with pytest.raises(openai.ConflictError, match="reads this file"):
+        client.files.delete(batch.input_file_id)
+    redis = connect(stack.config.redis_url)
+    redis.hset(f"tandem:file:{batch.input_file_id}", "expires", "1.0")
+    redis.close()
+    stack.stop_api()
+    stack.start_api()
+    stack.workers.open()
+    assert end(stack, batch.id).status == "completed"
 
 
 def test_a_journal_drops_a_line_that_was_cut_short(tmp_path: Path) -> None:
