@@ -109,6 +109,7 @@ def distinct(model: Model, name: str) -> tuple[list[int], list[int]]:
     raise AssertionError("no prompt with a varied answer")
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_answer_and_the_state_are_those_of_single_steps(name: str) -> None:
     model = build(name)
@@ -196,6 +197,7 @@ def test_every_way_of_choosing_is_kept(small: Model, params: SamplingParams) -> 
     raise AssertionError("no prompt with a varied answer")
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_in_a_batch_are_verified_together(name: str) -> None:
     model = build(name)
@@ -294,6 +296,7 @@ def test_rounds_that_are_slower_than_steps_rest(small: Model) -> None:
     assert (events[-1].drafted, events[-1].accepted) == (8, 8)
 
 
+@pytest.mark.rotate(3)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5"])
 def test_a_smaller_model_drafts(name: str, small: Model) -> None:
     draft = build(name)
