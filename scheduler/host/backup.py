@@ -33,6 +33,8 @@ from store.store import Store
 
 FORMAT = 1
 MANIFEST = "tandem-backup.json"
+KEPT = ("files", "batches")
+"""Uploaded files, what batches have written, and how far batches are."""
 SAVE_SECONDS = 600.0
 _LOAD_SECONDS = 600.0
 _BLOCK = 4 << 20
@@ -105,8 +107,11 @@ def restore(config: Config, source: Path, say: Say, *, replace: bool = False) ->
             if found["redis"]:
                 say("Redis")
                 _revive_redis(source, fresh)
+            for name in KEPT:
+                if (source / name).is_dir():
+                    shutil.copytree(source / name, fresh / name)
             aside = config.data_dir / time.strftime("before-restore-%Y-%m-%d-%H%M%S")
-            for name in ("redis", "store"):
+            for name in ("redis", "store", *KEPT):
                 if (config.data_dir / name).exists() and (fresh / name).exists():
                     aside.mkdir(mode=0o700, exist_ok=True)
                     os.replace(config.data_dir / name, aside / name)
@@ -285,7 +290,15 @@ def _prove_store(partial: Path) -> None:
 
 
 def _save_files(config: Config, partial: Path) -> None:
-    """Configuration and secrets, where they lie in the data directory."""
+    """Configuration and secrets, where they lie in the data directory; files and batches."""
+    for name in KEPT:
+        if (config.data_dir / name).is_dir():
+            (partial / name).mkdir(mode=0o700)
+            for path in (config.data_dir / name).iterdir():
+                # One may be deleted meanwhile; its record then leads to nothing, as it should.
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(path, partial / name / path.name)
+                    (partial / name / path.name).chmod(0o600)
     for name in ("tandem.toml", "secrets", "owners.json"):
         path = config.data_dir / name
         if path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from redis_kit import eventually
 
 from scheduler import cli
 from scheduler.config import Config, ConfigError, resolved_environment
+from scheduler.files import Files
 from scheduler.host import backup, data_dir, reports
 from scheduler.host.data_dir import Claim
 from scheduler.host.duties import Nightly, last_due
@@ -100,6 +102,9 @@ def test_a_running_machine_is_copied_and_put_back(directory: Path) -> None:
     try:
         job = machine.accept()
         machine.store.put_turn(turn(0))
+        with connect(machine.config.redis_url) as client:
+            kept = Files(client, directory / "a" / "files", 1 << 20)
+            file = kept.put(io.BytesIO(b"lines"), owner="@a", name="f", purpose="batch")
         assert cli.main(["backup", "copy", "--data", "a"]) == 0
         later = machine.accept()
         machine.store.put_turn(turn(1))
@@ -118,6 +123,12 @@ def test_a_running_machine_is_copied_and_put_back(directory: Path) -> None:
         assert other.store.turn_ids(turn(0).id) == [0, 1, 2]
         assert other.store.get_turn(turn(1).id) is None
         assert other.store.check().clean
+        with connect(other.config.redis_url) as client:
+            put_back = Files(client, directory / "b" / "files", 1 << 20)
+            found = put_back.get(file.id)
+            assert found == file
+            with put_back.open(file) as contents:
+                assert contents.read() == b"lines"
     finally:
         other.stop()
 
