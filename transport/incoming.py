@@ -28,6 +28,12 @@ class Incoming:
         self._highest = -1
         self._failed: LinkError | None = None
 
+    @property
+    def busy(self) -> bool:
+        """True while a transfer is open."""
+        with self._lock:
+            return bool(self._inbound)
+
     # -- control ----------------------------------------------------------------------------
 
     def offered(self, offer: Offer) -> None:

@@ -95,6 +95,14 @@ class Sender(Outgoing):
             raise
 
     @property
+    def busy(self) -> bool:
+        """True while a transfer is open, in either direction, or a state is asked for."""
+        with self.changed:
+            if self._transfers or self._asked:
+                return True
+        return self._incoming is not None and self._incoming.busy
+
+    @property
     def control_bytes(self) -> int:
         """Bytes of control messages so far, both directions."""
         return self._control.sent + self._control.received
@@ -217,11 +225,11 @@ class Sender(Outgoing):
             if not self.answered(message) and isinstance(message, Nack):
                 self._refused(message.number, Refused(message.reason, message.code))
         elif self._incoming is not None and isinstance(message, Offer):
+            self._incoming.offered(message)
             with self.changed:
                 for number, (transfer, _) in list(self._asked.items()):
                     if transfer == message.transfer:
                         del self._asked[number]
-            self._incoming.offered(message)
         elif self._incoming is not None and isinstance(message, Abort):
             self._incoming.aborted(message)
         elif isinstance(message, Want) and isinstance(self._ways[0], Exchange):

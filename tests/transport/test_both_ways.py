@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -276,6 +277,25 @@ def test_a_lender_that_raises_is_told_and_harms_nobody(client: redis.Redis) -> N
         borrower.ask(sender, "turn-1", "l-2")
         borrower.sink.wait_for("done", "l-2")
     assert shelf.lent == 0
+
+
+def test_a_link_that_lends_counts_as_busy(client: redis.Redis) -> None:
+    """A better backend is not tried meanwhile: that would end it."""
+    shelf, borrower = Shelf({"turn-1": BACK}), Borrower()
+    asked, gate = threading.Event(), threading.Event()
+    shelf.between = lambda index: ((asked.set(), gate.wait(20)) if index == 5 else None, None)[1]
+    with both_ends("tcp", client, shelf, borrower) as (_, sender):
+        assert not sender.busy
+        borrower.ask(sender, "turn-1", "l-1")
+        assert sender.busy
+        assert asked.wait(20)
+        assert sender.busy
+        gate.set()
+        borrower.sink.wait_for("done", "l-1")
+        limit = time.monotonic() + 20
+        while sender.busy:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
 
 
 def test_too_many_asks_are_refused() -> None:

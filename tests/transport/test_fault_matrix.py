@@ -55,7 +55,7 @@ DEADLINE = 3.0
 PART = 16 << 10
 SLOT = 64 << 10
 """Small batches, so that a small state has many: where the fault strikes is then a choice."""
-BOUND = 40.0
+BOUND = 90.0
 HERE = Path(__file__).parent
 PARAMS = SamplingParams(max_tokens=4)
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
