@@ -24,6 +24,7 @@ class Costs:
     `held`, `new`: tokens of the state and after it. `decode_rate`, `prefill_rate`: prompt tokens
     per second of the two nodes. `link_rate`: bytes per second between them. `wait`: seconds until
     the prefill node is free. `fixed`, `per_token`: bytes of an empty state, and of each token.
+    `together`: both nodes are on one machine, and compute with the same device.
     """
 
     held: int
@@ -34,6 +35,7 @@ class Costs:
     wait: float = 0.0
     fixed: float = 0.0
     per_token: float = 0.0
+    together: bool = False
 
     @property
     def bytes(self) -> float:
@@ -57,6 +59,8 @@ def choose(mode: Extend, costs: Costs) -> dict[str, Any]:
         return {"extend": mode, "reason": f"asked for: {mode}"}
     if costs.new <= FEW:
         return {"extend": "decode", "reason": f"{costs.new} new tokens are few"}
+    if costs.together:
+        return {"extend": "decode", "reason": "both nodes are on one machine"}
     numbers = {name: round(value, 6) for name, value in asdict(costs).items()}
     for name, what in (
         ("decode_rate", "the decode node's prefill rate"),
@@ -121,6 +125,7 @@ def measure(
         wait=jobs.predicted_wait(new, owner=owner, priority=priority) if rate else 0.0,
         fixed=_number(fixed),
         per_token=_number(per_token),
+        together=bool(there) and {n.host for n in there} == {n.host for n in here},
     )
 
 

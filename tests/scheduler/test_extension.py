@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -50,6 +51,12 @@ def test_what_speaks_against_moving(worse: dict[str, float], why: str) -> None:
     assert choose("auto", Costs(17_500, 4000, **{**PAIR, **worse}))["extend"] == "decode", why
 
 
+def test_on_one_machine_nothing_is_moved() -> None:
+    route = choose("auto", Costs(17_500, 4000, **PAIR, together=True))
+    assert route == {"extend": "decode", "reason": "both nodes are on one machine"}
+    assert choose("prefill", Costs(17_500, 4000, **PAIR, together=True))["extend"] == "prefill"
+
+
 @pytest.mark.parametrize("name", ["decode_rate", "prefill_rate", "link_rate", "per_token"])
 def test_what_is_not_known_stays(name: str) -> None:
     route = choose("auto", Costs(17_500, 4000, **{**PAIR, name: 0.0}))
@@ -76,8 +83,8 @@ def test_the_choice_is_the_sooner_one(costs: Costs) -> None:
 def test_rates_are_those_that_were_measured_or_those_of_the_profiles(client: redis.Redis) -> None:
     jobs = Jobs(client)
     nodes = [
-        Node("prefill", "m5", state="ready", facts={"prefill_rate": 1000.0}),
-        Node("decode", "m3", state="ready", facts={"prefill_rate": 300.0}),
+        Node("prefill", "m5", state="ready", facts={"prefill_rate": 1000.0}, host="a"),
+        Node("decode", "m3", state="ready", facts={"prefill_rate": 300.0}, host="b"),
     ]
     costs = measure(jobs, nodes, "m3", 500, 200, "", "normal")
     assert (costs.prefill_rate, costs.decode_rate, costs.link_rate) == (1000.0, 300.0, 0.0)
@@ -88,6 +95,9 @@ def test_rates_are_those_that_were_measured_or_those_of_the_profiles(client: red
     costs = measure(jobs, nodes, "m3", 500, 2000, "", "batch")
     assert costs == Costs(500, 2000, 250.0, 800.0, 1e9, costs.wait, 1000.0, 5.0)
     assert costs.wait == pytest.approx(2.0)
+    assert not costs.together
+    one = [replace(node, host="a") for node in nodes]
+    assert measure(jobs, one, "m3", 500, 2000, "", "batch") == replace(costs, together=True)
     draining = [Node("prefill", "m5", state="draining"), nodes[1]]
     assert measure(jobs, draining, "m3", 500, 200, "", "normal").prefill_rate == 0
 
@@ -159,4 +169,4 @@ def test_a_request_may_say_where_and_sees_where(stack: Stack) -> None:
     assert refused.status_code == 400
     assert "metadata.tandem_extend is 'm5'" in refused.json()["error"]["message"]
     long = ask(stack, previous_response_id=first["id"], input="word " * 300).json()["tandem"]
-    assert "not known yet" in long["route"]["reason"]
+    assert long["route"] == {"extend": "decode", "reason": "both nodes are on one machine"}
