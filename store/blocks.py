@@ -28,6 +28,7 @@ import xxhash
 from store import pages
 from store.codec.header import Header, Piece
 from store.codec.parted import Place
+from store.cold import Span
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError
 from store.schemas import Schemas
@@ -121,6 +122,11 @@ def object_id(parent: bytes, header: Header, tag: bytes = NO_TAG) -> bytes:
     return digest.digest()
 
 
+def _page_of(address: int) -> int:
+    """The number of the page whose first value begins at `address`, from the page's own header."""
+    return int.from_bytes(ctypes.string_at(address - _PAGE_HEAD, 8), sys.byteorder)
+
+
 def index_key(ident: bytes, record: Record) -> bytes:
     """The key in `index` of a block of rows."""
     return record.tag + record.chain + ident
@@ -177,6 +183,8 @@ class Blocks:
         self._environment = environment
         self._schemas = Schemas(environment)
         self._scratch = bytearray(VALUE_BYTES)
+        self._pages: dict[bytes, list[int]] = {}
+        """First pages of the values of objects that are written and not yet published."""
 
     # ------------------------------------------------------------------ reading
 
@@ -251,13 +259,19 @@ class Blocks:
         found = []
         for view in views:
             address = np.frombuffer(view, np.uint8).ctypes.data - PART_HEAD.size
-            number = int.from_bytes(ctypes.string_at(address - _PAGE_HEAD, 8), sys.byteorder)
-            offset = number * environment.page_size + _PAGE_HEAD
+            offset = _page_of(address) * environment.page_size + _PAGE_HEAD
             head = os.pread(environment.data_fd, PART_HEAD.size, offset)
             if head != ctypes.string_at(address, PART_HEAD.size):
                 return []
             found.append(Place(environment.data_fd, offset + PART_HEAD.size))
         return found
+
+    def spans(self, txn: Txn, ident: bytes) -> list[Span]:
+        """Where the values of an object lay in the data file when they were written, if told."""
+        found = pages.get(self._environment, txn, b"o" + ident)
+        size = self._environment.page_size
+        numbers = [] if found is None else np.frombuffer(found, "<u8").tolist()
+        return [(number * size, VALUE_BYTES + _PAGE_HEAD) for number in numbers]
 
     def touch(self, txn: Txn, ident: bytes, number: int) -> None:
         """Bring a bulk part into the page cache; one that is gone is none."""
@@ -326,6 +340,18 @@ class Blocks:
             scratch[end:] = bytes(VALUE_BYTES - end)
         txn.put(item.ident + number.to_bytes(2, "big"), scratch, db=self._environment.dat)
 
+    def locate(self, txn: Txn, ident: bytes, record: Record) -> None:
+        """Note on which pages the values of a written object lie, for `publish` to write down.
+
+        `txn` is a read transaction: only what is committed has its place.
+        """
+        if record.parts:
+            views = self.view_parts(txn, ident, record)
+            self._pages[ident] = [
+                _page_of(np.frombuffer(view, np.uint8).ctypes.data - PART_HEAD.size)
+                for view in views
+            ]
+
     def rewrite(self, txn: Txn, item: Prepared) -> None:
         """Prepare a damaged object for `write_part`: new small records, same references."""
         environment = self._environment
@@ -342,6 +368,10 @@ class Blocks:
 
     def publish(self, txn: Txn, ident: bytes) -> None:
         """Take an object out of `pend`: link it to its parent and into the prefix index."""
+        if (numbers := self._pages.pop(ident, None)) is not None:
+            pages.delete(self._environment, txn, b"o" + ident)
+            packed = np.array(numbers, "<u8").tobytes()
+            pages.put(self._environment, txn, b"o" + ident, packed)
         if not txn.delete(ident, db=self._environment.pend):
             return
         record = self._require(txn, ident)
@@ -382,8 +412,7 @@ class Blocks:
         for number in range(record.parts):
             txn.delete(ident + number.to_bytes(2, "big"), db=environment.dat)
         pages.delete(environment, txn, b"h" + ident)
-        if record.small:
-            pages.delete(environment, txn, b"p" + ident)
+        pages.delete(environment, txn, (b"p" if record.small else b"o") + ident)
         txn.delete(index_key(ident, record), db=environment.index)
         txn.delete(ident, db=environment.pend)
         txn.delete(ident, db=environment.blk)
@@ -391,6 +420,7 @@ class Blocks:
 
     def recover(self, txn: Txn) -> int:
         """Free what an interrupted save left unpublished; returns the number of objects."""
+        self._pages.clear()
         cursor = txn.cursor(db=self._environment.pend)
         pending = [bytes(key) for key in cursor.iternext(keys=True, values=False)]
         for ident in pending:

@@ -153,7 +153,7 @@ def _walk(store: Store, txn: Txn, report: Report, bad: set[bytes], *, repair: bo
         if record.kind == ROWS:
             index[index_key(ident, record)] = b""
         dat.update(ident + number.to_bytes(2, "big") for number in range(record.parts))
-        page_keys.update((b"h" + ident, b"p" + ident) if record.small else (b"h" + ident,))
+        page_keys.update((b"h" + ident, (b"p" if record.small else b"o") + ident))
         page_keys.add(b"s" + record.schema)
         totals = [totals[0] + 1, totals[1] + record.parts, totals[2] + record.nbytes]
     wanted = {

@@ -16,6 +16,7 @@ from store.errors import StoreError, StoreUnavailable
 from store.paths import data_dir, socket_path, store_dir
 from store.resident import resident_bytes
 from store.rpc import StoreClient
+from store.statistics import residency
 from store.store import Store
 
 LONG_SECONDS = 24 * 3600.0
@@ -39,6 +40,9 @@ def register(subparsers: Any) -> None:
     command = add("stats", "what is stored and how full the store is", _stats)
     command.add_argument("--capacity", action="store_true", help="what fits, by length")
     command.add_argument("--size", type=size, default=0, help="... in a store of so many bytes")
+    command.add_argument(
+        "--recent", type=int, default=0, metavar="N", help="how much of the N latest is in memory"
+    )
     command = add("check", "walk everything: references, totals, hashes, orphans", _check)
     command.add_argument("--repair", action="store_true", help="put right what can be")
     command.add_argument("--quick", action="store_true", help="do not read the stored bytes")
@@ -95,6 +99,8 @@ def _asking(arguments: argparse.Namespace) -> Iterator[Callable[..., Any]]:
 def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
     if method == "capacity":
         return capacity(store, **given)
+    if method == "residency":
+        return residency(store, **given)
     if method == "check":
         return store.check(**given).to_dict()
     if method == "export":
@@ -108,6 +114,8 @@ def _stats(arguments: argparse.Namespace) -> int:
     with _asking(arguments) as ask:
         if arguments.capacity:
             return _capacity(arguments, ask("capacity", size_bytes=arguments.size))
+        if arguments.recent:
+            return _residency(arguments, ask("residency", limit=arguments.recent))
         found = ask("stats")
     data = store_dir(data_dir(arguments.data)) / "data.mdb"
     found["resident_bytes"] = resident_bytes(data)
@@ -120,6 +128,18 @@ def _stats(arguments: argparse.Namespace) -> int:
         elif name.endswith("share"):
             value = f"{value:.1%}"
         print(f"{name.replace('_', ' '):>16}  {value}")
+    return 0
+
+
+def _residency(arguments: argparse.Namespace, table: list[dict[str, Any]]) -> int:
+    if arguments.json:
+        print(json.dumps({"residency": table}))
+        return 0
+    print(f"{'conversation':<38} {'MB':>10} {'in memory':>10}")
+    for row in table:
+        share = row["resident_bytes"] / row["bytes"] if row["bytes"] else 1.0
+        name = row["conversation"] or "(a shared preamble)"
+        print(f"{name:<38} {row['bytes'] / 1e6:>10,.1f} {share:>10.1%}")
     return 0
 
 

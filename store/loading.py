@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from store import cold
 from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, seal
 from store.codec.header import CodecError, Header, Piece, parse
 from store.codec.parted import CAN_SCATTER, Parted, Placed
@@ -27,6 +28,8 @@ from store.states import Pins, StateRef
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _DAMAGED = object()
+_LOOK = 8
+"""Of so many values one is looked at to find out whether a state is in memory."""
 
 Buffers = Callable[[int], memoryview]
 """Gives writable memory of exactly the asked number of bytes."""
@@ -48,6 +51,8 @@ class LoadReport:
     seconds: float = 0.0
     snapshot: bool = False
     damage: list[str] = field(default_factory=list)
+    cold: bool = False
+    """Whether the disk had to be asked."""
 
     @property
     def complete(self) -> bool:
@@ -130,6 +135,7 @@ class StateReader:
         began = time.perf_counter()
         result: T | None = None
         try:
+            self._bring()
             count = sum(record.kind == ROWS for _, record in self.objects)
             while self._at < count and not self.report.damage:
                 rows = self.objects[self._at : min(self._at + batch, count)]
@@ -185,6 +191,29 @@ class StateReader:
         if len(views) == 1:
             return Placed(header, views[0], places[0]) if places else Piece(header, views[0])
         return Parted(header, tuple(views), tuple(places))
+
+    def _bring(self) -> None:
+        """Where a few values looked at are not in memory, have the disk read all of them."""
+        if not cold.READ_AHEAD:
+            return
+        large = [ident for ident, record in self.objects if record.parts]
+        fd = self._environment.data_fd
+        try:
+            with self._environment.read() as txn:
+                some = [
+                    span
+                    for ident in {*large[::_LOOK], *large[-1:]}
+                    for span in self._blocks.spans(txn, ident)[::_LOOK]
+                ]
+                if cold.resident_of(fd, some) >= sum(length for _, length in some):
+                    return
+                spans = [span for ident in large for span in self._blocks.spans(txn, ident)]
+        except StoreError as error:
+            log.info("cold values are not looked for: %s", error)
+            return
+        log.info("state of %s is cold: %d values are read", self.ref.turn, len(spans))
+        self.report.cold = True
+        cold.bring(fd, spans)
 
     def _survey(self) -> bool:
         """Verify all that is left: where one object is damaged others may be, and what is noted now

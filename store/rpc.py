@@ -24,6 +24,7 @@ import msgpack
 from store.capacity import capacity
 from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
 from store.remote import REMOTE_METHODS, Remote, admit, connect, listen
+from store.statistics import residency
 from store.store import Store
 from store.turns import Turn, pack_ids, unpack_ids
 
@@ -66,6 +67,7 @@ class Server:
         self._methods["put_turn"] = lambda turn: store.put_turn(Turn.from_dict(turn))
         self._methods["get_turn"] = lambda turn_id: _encode_turn(store.get_turn(turn_id))
         self._methods["path"] = lambda turn_id: [turn.to_dict() for turn in store.path(turn_id)]
+        self._methods["residency"] = lambda **how: residency(store, **how)
         self._methods["capacity"] = lambda **how: capacity(store, **how)
         self._methods["find_state"] = self._find_state
         self._methods["longest_prefix"] = self._longest_prefix

@@ -278,6 +278,9 @@ class Saver:
                     steps, weight = [], 0
         if steps:
             self._guarded(partial(_run, steps=steps))
+        with self._environment.read() as txn:
+            for item in items:
+                self._blocks.locate(txn, item.ident, item.record)
         self._damaged.difference_update(item.ident for item in items)
 
     def _publish(self, txn: Txn, items: list[Prepared], state: State) -> None:

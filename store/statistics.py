@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from store.blocks import ROOT
+from store.cold import resident_of
 
 if TYPE_CHECKING:
     from store.store import Store
+
+MOST_RECENT = 1000
 
 
 def statistics(store: Store) -> dict[str, Any]:
@@ -46,3 +52,34 @@ def statistics(store: Store) -> dict[str, Any]:
         "damaged": len(store.damaged),
         "page_size": page,
     }
+
+
+def residency(store: Store, limit: int = 20) -> list[dict[str, Any]]:
+    """How much of each of the latest states lies in memory, the last used first.
+
+    Keys: conversation (empty for a shared preamble), turn, used (seconds), bytes of its bulk values
+    and resident_bytes of them, asked of the kernel. Blocks that states share count for each.
+    """
+    result = []
+    fd = store.environment.data_fd
+    with store.environment.read() as txn:
+        names = list(islice(store.states.latest_first(txn), max(0, min(limit, MOST_RECENT))))
+        for name in names:
+            state = store.states.get(txn, name)
+            if state is None:
+                continue
+            spans = list(store.blocks.spans(txn, state.snap))
+            ident = state.head
+            while ident != ROOT and (record := store.blocks.get(txn, ident)) is not None:
+                spans += store.blocks.spans(txn, ident)
+                ident = record.parent
+            result.append(
+                {
+                    "conversation": state.conversation,
+                    "turn": state.turn,
+                    "used": state.used,
+                    "bytes": sum(length for _, length in spans),
+                    "resident_bytes": resident_of(fd, spans),
+                }
+            )
+    return result

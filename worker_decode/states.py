@@ -69,7 +69,10 @@ def load_rows(
     model: Model, reader: StateReader, ids: Sequence[int], tokens: int
 ) -> Restored | None:
     """As `load`, for rows without a snapshot, of which the first `tokens` are used: a forward
-    ended there. Raises CodecError where the rows do not tell their forwards."""
+    ended there. Raises CodecError where the rows do not tell their forwards, or hold an image,
+    after which positions stand otherwise than rows alone tell."""
+    if max(ids[:tokens]) >= model.vocab_size:
+        raise CodecError("there are images in what is stored: recompute it")
     if reader.objects:
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
     if model.mrope and any(token >= SEEN for token in ids[:tokens]):

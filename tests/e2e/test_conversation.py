@@ -82,11 +82,12 @@ def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
         assert facts["path"] == "hot"
         assert facts["computed_tokens"] == facts["new_tokens"] < 40
         assert stack.output_ids(second["id"]) == stack.solo(second["id"])
-        # The first turn's state went on into the second: a branch is computed again, as recorded.
+        # The first turn's state went on into the second, and is there for a branch as well.
         branch = stack.post(
             input="Which is the warmest?", previous_response_id=first["id"], max_output_tokens=8
         )
-        assert branch["tandem"]["path"] == "recomputed"
+        assert branch["tandem"]["path"] == "hot"
+        assert branch["tandem"]["computed_tokens"] == branch["tandem"]["new_tokens"]
         assert stack.output_ids(branch["id"]) == stack.solo(branch["id"])
 
         # What is still in memory when the stack stops is saved, and resumed after the restart.
