@@ -1,12 +1,17 @@
-"""A batch with every process real, each of them killed on the way."""
+"""Batches and owners with every process real."""
 
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 
 import pytest
 from openai import OpenAI
 from stack_kit import Running, solo
+
+from scheduler import owners
+
+TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.rotate(4)
@@ -47,3 +52,33 @@ def test_a_batch_outlives_every_process(stack: Running) -> None:
         runs.append({"ids": ids, "schedule": schedule, "params": {"max_tokens": limit}})
     alone = [run["tokens"] for run in solo(stack.config, runs)]
     assert [stack.output_ids(name) for name in names] == alone
+
+
+@pytest.mark.rotate(4)
+def test_nobody_gains_by_what_another_has_stored(stack: Running) -> None:
+    prompt = f"{TEXT[:3000]}\n\nWho is this about?"
+
+    def ask(token: str) -> tuple[str, dict[str, object]]:
+        client = OpenAI(base_url=f"{stack.config.api_url}/v1", api_key=token, max_retries=4)
+        made = client.responses.create(
+            model="default", input=prompt, max_output_tokens=4, temperature=0
+        )
+        facts: dict[str, object] = made.to_dict()["tandem"]  # type: ignore[assignment]  # our field
+        return made.id, facts
+
+    data = stack.config.data_dir
+    alice, bob = owners.add(data, "alice"), owners.add(data, "bob")
+    try:
+        name, first = ask(alice)
+        assert first["cached_tokens"] == 0
+        stack.saved(name)  # from now on another turn of the same owner begins with it
+        _, second = ask(alice)
+        _, theirs = ask(bob)
+    finally:
+        owners.remove(data, "alice")
+        owners.remove(data, "bob")
+    assert isinstance(second["cached_tokens"], int)
+    assert second["cached_tokens"] > 0
+    assert theirs["cached_tokens"] == 0
+    assert theirs["path"] == first["path"] == "cold"
+    assert theirs["computed_tokens"] == first["computed_tokens"]
