@@ -31,6 +31,7 @@ from scheduler.api import (
 from scheduler.api.backend import Backend
 from scheduler.api.batch_driver import BatchDriver
 from scheduler.api.dashboard import Dashboard
+from scheduler.api.document import document
 from scheduler.api.gate import Gate
 from scheduler.api.meter import Meter
 from scheduler.api.metrics import Metrics
@@ -92,6 +93,7 @@ def create_app(config: Config) -> FastAPI:
         app.include_router(room.router(backend))
     app.include_router(batches.router(backend, driver.kick))
     app.include_router(status.router(backend, looker, metrics))
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]  # as FastAPI documents it
     app.mount(
         "/rq",
         Dashboard(
