@@ -254,6 +254,7 @@ class LoopWorker(BaseWorker):
         client = connect(self.url, timeout=2.0, patience=0)
         runs = Runs(client, self.settings, self.clock)
         every = self.settings.lease_seconds / 4
+        away = False
         while not self._ended.is_set():
             self._beat_now.wait(every)
             self._beat_now.clear()
@@ -264,7 +265,9 @@ class LoopWorker(BaseWorker):
                 self._renew(runs, held)
                 self.clock.ask(client)
             except AWAY as error:
-                log.warning("heartbeat: Redis cannot be written (%s)", error)
+                if not away:  # once: an outage may last for days
+                    log.warning("heartbeat: Redis cannot be written (%s)", error)
+                away = True
                 self._ended.wait(0.2)
                 self._beat_now.set()
             except Exception:

@@ -85,7 +85,7 @@ class Stack:
             say(f"redis    {redis_server.find()}, append-only, {self.config.data_dir / 'redis'}")
             self._add("redis", stop_last=True)
         say(f"redis    {self._wait_for_redis(say)} answers")
-        settle(self._redis)
+        self.supervisor.wait_until(self._settled, LOADING_SECONDS, "Redis")
         before()
         for name in (*WORKERS, "api"):
             if name in self.roles:
@@ -150,6 +150,14 @@ class Stack:
         log_file = self.config.data_dir / "logs" / f"{name}.log"
         command = [sys.executable, "-P", "-m", *MODULES[name]]
         self.supervisor.add(Service(name, command, log_file, stop_last))
+
+    def _settled(self) -> bool:
+        """Whether the format of records is settled; not while Redis still reads its file."""
+        try:
+            settle(self._redis)
+        except AWAY:
+            return False
+        return True
 
     def _wait_for_theirs(self, say: Callable[[str], None]) -> str:
         """Name and version of the configured server.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from redis_kit import eventually
@@ -24,6 +25,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     with small_disk(16) as made:
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(made.path))
         yield made
+
+
+def alive(pid: int) -> bool:
+    """False too for one that only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_jobs_are_refused_until_there_is_room(disk: Disk) -> None:
@@ -57,7 +66,8 @@ def test_jobs_are_refused_until_there_is_room(disk: Disk) -> None:
             assert jobs.get(first).status == "queued"  # what is there can be read
             disk.free()
             second = eventually(accept, "Redis does not notice the room")
-        server.kill()  # its child, the server, ends with it or is shut down by the next
+            pid = int(client.info("server")["process_id"])
+        server.kill()  # its child lives on, until the next one shuts it down
         server.wait()
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "scheduler.host.redis_server"],
@@ -65,6 +75,7 @@ def test_jobs_are_refused_until_there_is_room(disk: Disk) -> None:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        eventually(lambda: not alive(pid), "the first server goes on")
         with connect(config.redis_url, patience=20) as client:
             assert Jobs(client).get(first).status == "queued"
             assert Jobs(client).get(second).status == "queued"
