@@ -264,6 +264,7 @@ class LoopWorker(BaseWorker):
             try:
                 self._renew(runs, held)
                 self.clock.ask(client)
+                away = False
             except AWAY as error:
                 if not away:  # once: an outage may last for days
                     log.warning("heartbeat: Redis cannot be written (%s)", error)
