@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
+from store.blocks import owner_tag
 from store.errors import StoreError, StoreFull
+from store.prefixes import Prefix, state_name
 from store.store import Store
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
@@ -34,9 +36,11 @@ class Twin(RuleBasedStateMachine):
         super().__init__()
         self.path = Path(tempfile.mkdtemp(prefix="tdm-twin-"))
         self.store = Store.open(self.path, SIZE)
+        self.store.serve(MODEL, 16)
         self.turns: dict[str, tuple[str, list[int]]] = {}
         self.parents: dict[str, str | None] = {}
         self.states: dict[str, list[bytes]] = {}
+        self.preambles: dict[str, tuple[int, list[bytes]]] = {}
         self.next_id = 0
 
     def teardown(self) -> None:
@@ -50,6 +54,9 @@ class Twin(RuleBasedStateMachine):
         self.states = {
             turn: one for turn, one in self.states.items() if self.store.find_state(turn)
         }
+        self.preambles = {
+            name: one for name, one in self.preambles.items() if self.store.find_state(name)
+        }
 
     # ------------------------------------------------------------------ rules
 
@@ -58,6 +65,17 @@ class Twin(RuleBasedStateMachine):
         """Conversations share their first ids when `same`, as under one system prompt."""
         ids = list(range(n + out)) if same else [self.fresh() for _ in range(n + out)]
         self.add(conversation_id(), None, ids, n, save)
+
+    @rule(blocks=st.integers(1, 3), snapshot=SNAPSHOT)
+    def share(self, blocks: int, snapshot: int) -> None:
+        """The end of the preamble that conversations with the same first ids begin with."""
+        ids = range(16 * blocks)
+        state = make_state(ids, row_bytes=9000, snapshot_bytes=snapshot)
+        with contextlib.suppress(StoreFull):
+            self.store.save_prefix("anna", ids, *state)
+            name = state_name(owner_tag("anna"), state[1].header.chain)
+            self.preambles[name] = len(ids), payloads(*state)
+        self.forget_evicted()
 
     @precondition(lambda self: self.turns)
     @rule(
@@ -131,6 +149,7 @@ class Twin(RuleBasedStateMachine):
             for turn in [turn for turn, one in self.turns.items() if one[0] == conversation]:
                 self.states.pop(turn, None)
                 del self.turns[turn]
+        self.forget_evicted()  # a preamble goes with the last conversation that begins with it
 
     @rule(share=st.floats(0.05, 0.85))
     def evict(self, share: float) -> None:
@@ -149,6 +168,7 @@ class Twin(RuleBasedStateMachine):
     def reopen(self, repair: bool) -> None:
         self.store.close()
         self.store = Store.open(self.path, SIZE, create=False)
+        self.store.serve(MODEL, 16)
         assert self.store.check(repair=repair).clean
 
     # ------------------------------------------------------------------ what must hold
@@ -162,7 +182,15 @@ class Twin(RuleBasedStateMachine):
             assert reader is not None
             assert [bytes(piece.payload) for piece in reader] == wanted
             assert reader.report.complete
-        assert self.store.stats()["states"] == len(self.states)
+        assert self.store.stats()["states"] == len(self.states) + len(self.preambles)
+        prompt = [*range(48), 7]
+        found = self.store.longest_prefix(prompt, "anna")
+        longest = max((tokens for tokens, _ in self.preambles.values()), default=0)
+        assert (found.tokens if found else 0) >= longest
+        for name, (tokens, wanted) in self.preambles.items():
+            reader = self.store.load_prefix(Prefix(tokens, name), prompt)
+            assert reader is not None
+            assert [bytes(piece.payload) for piece in reader] == wanted
         for turn, (_, ids) in self.turns.items():
             assert self.store.turn_ids(turn) == ids
         assert self.store.stats()["pinned"] == 0
@@ -207,6 +235,7 @@ class Twin(RuleBasedStateMachine):
             work()
         environment.close()
         self.store = Store.open(self.path, SIZE, create=False)
+        self.store.serve(MODEL, 16)
 
 
 Twin.TestCase.settings = settings(
