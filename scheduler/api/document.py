@@ -211,7 +211,7 @@ def document(app: FastAPI) -> dict[str, Any]:
             description=app.description,
             routes=app.routes,
         )
-        models = [*{*ANSWERS.values()}, Error, AnthropicError]
+        models: list[type[BaseModel]] = [*{*ANSWERS.values()}, Error, AnthropicError]
         _, found = models_json_schema(
             [(model, "serialization") for model in models],
             ref_template="#/components/schemas/Answer{model}",
