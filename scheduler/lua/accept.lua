@@ -28,7 +28,6 @@ end
 local paused = redis.call('GET', 'tandem:paused')
 if paused then return {'paused', paused} end
 if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then return {'full', ''} end
-
 if args.owner_waiting > 0 then
   local waiting = 0
   for _, queue in ipairs(redis.call('SMEMBERS', RQ .. ':queues')) do
@@ -43,6 +42,7 @@ if args.theirs ~= '' then
   redis.call('ZADD', mine, stamp(NOW), args.id)
   redis.call('ZREMRANGEBYSCORE', mine, 0, stamp(NOW - args.keep - 30 * 86400))
 end
+
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
 redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)
