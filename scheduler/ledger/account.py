@@ -20,7 +20,7 @@ SHARE, SECONDS = 0.02, 0.005
 #: What the control plane may cost: round trips of a request, and more for each forward of its
 #: prompt and each token of its answer (a step that brings tokens is told in one trip); bytes of a
 #: request both ways, for each token of its prompt (four bytes, three times) and of its answer.
-TRIPS, BYTES = (10, 1, 1), (20_000, 12, 600)
+TRIPS, BYTES = (16, 1, 1), (20_000, 12, 600)
 LANES = ("api", "queue", "prefill", "link", "decode", "store")
 _BEHIND = {"queue": 1, "link": 2, "store": 3}
 _GAPS = 5
@@ -242,9 +242,13 @@ def _tokens(job: Job) -> dict[str, int]:
 
 def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
     control: dict[str, float] = {"commands": 0, "round_trips": 0, "sent": 0, "received": 0}
+    lanes: dict[str, float] = {}
     for piece in pieces:
-        for name, value in (piece.data.get("control") or {}).items():
-            control[name] = round(control.get(name, 0) + value, 2)
+        told = piece.data.get("control") or {}
+        for name in control:
+            control[name] = round(control[name] + (told.get(name) or 0), 2)
+        lane = piece.text("lane")
+        lanes[lane] = round(lanes.get(lane, 0) + (told.get("round_trips") or 0), 2)
     facts: dict[str, int] = {"wire": 0, "store_written": 0, "store_read": 0}
     for piece in pieces:
         for name in facts:
@@ -255,7 +259,12 @@ def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
             control["commands"] += 1
             control["round_trips"] += 1
             control["sent"] += len(job.ledger[piece.name])
-    return {**facts, "control": {**control, "budget": _budget(job, pieces, control)}}
+    control_facts = {
+        **control,
+        "round_trips_by_lane": lanes,
+        "budget": _budget(job, pieces, control),
+    }
+    return {**facts, "control": control_facts}
 
 
 def _budget(job: Job, pieces: Sequence[Piece], control: Mapping[str, float]) -> dict[str, Any]:
