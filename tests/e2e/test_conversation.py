@@ -69,6 +69,26 @@ def test_cold_state_crosses_the_link(stack: Running) -> None:
     assert facts["computed_tokens"] == facts["prompt_tokens"]
 
 
+def test_a_long_turn_is_computed_by_the_prefill_node_and_only_that_comes_back(
+    stack: Running,
+) -> None:
+    first = stack.post(input=f"{TEXT[:1600]}\n\nWho ran by?", max_output_tokens=6)
+    second = stack.post(
+        input=f"{TEXT[1600:2400]}\n\nAnd then?",
+        previous_response_id=first["id"],
+        max_output_tokens=6,
+        metadata={"tandem_extend": "prefill"},
+    )
+    facts = second["tandem"]
+    held = first["tandem"]["prompt_tokens"] + len(stack.output_ids(first["id"])) - 1
+    assert facts["path"] == "extended"
+    assert facts["handoff"]["borrowed"]["tokens"] == facts["cached_tokens"] == held
+    assert 0 < facts["handoff"]["start"] <= held
+    assert facts["handoff"]["bytes"] < facts["handoff"]["borrowed"]["bytes"]
+    assert facts["computed_tokens"] == facts["new_tokens"] == facts["prompt_tokens"] - held
+    assert stack.output_ids(second["id"]) == stack.solo(second["id"])
+
+
 @pytest.mark.rotate(2)
 def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
     directory = short_directory()

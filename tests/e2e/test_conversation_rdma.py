@@ -27,6 +27,15 @@ def test_state_crosses_by_rdma_and_survives_the_death_of_either_worker(stack: Ru
         assert done["tandem"]["path"] == "cold"
         assert done["tandem"]["handoff"]["path"] == "rdma"
         assert stack.output_ids(done["id"]) == stack.solo(done["id"])
+        more = stack.post(
+            input=f"{TEXT[1200:1800]}\n\nAnd then?",
+            previous_response_id=done["id"],
+            max_output_tokens=6,
+            metadata={"tandem_extend": "prefill"},
+        )
+        assert more["tandem"]["path"] == "extended"
+        assert more["tandem"]["handoff"]["borrowed"]["path"] == "rdma"
+        assert stack.output_ids(more["id"]) == stack.solo(more["id"])
 
     ask()
     for worker in ("decode", "prefill"):
