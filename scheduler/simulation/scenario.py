@@ -28,7 +28,7 @@ Of the 18.5 s to the split's first token, 0.75 s are not explained by prefill an
 are taken to be spent at the decode node after the M5 is free (0.72 s from the state's arrival to \
 the first step, then that step).
 No rate is known for several rows in one batch: rows take turns, so that all of them together \
-get the rate of one.
+get the rate of one. The mixed load is run at the other extreme as well.
 """.splitlines()
 
 
@@ -78,7 +78,11 @@ def seed() -> dict[str, Any]:
         "interval_s": round(interval(late), 3),
         "interval_vs_split": round(interval(late) / found["split"]["interval_s"], 4),
         "mixed": [
-            _mixed(load, {"late": late, "split": split, "m5_alone": alone["m5_alone"]}, m5)
+            {"rows": rows, **_mixed(load, first, second)}
+            for rows, (first, second) in {
+                "take turns": (m5, m3),
+                "cost nothing": (_free(m5), _free(m3)),
+            }.items()
             for load in MIXED_LOADS
         ],
     }
@@ -88,8 +92,18 @@ def seed() -> dict[str, Any]:
     return found
 
 
-def _mixed(load: float, clusters: dict[str, Cluster], first: Profile) -> dict[str, Any]:
+def _free(profile: Profile) -> Profile:
+    """The other extreme of what is not known: a step takes as long for eight rows as for one."""
+    ((_, context, rate),) = profile.decode
+    widths = tuple((width, context, width * rate) for width in (1, 2, 8))
+    return replace(profile, decode=widths)
+
+
+def _mixed(load: float, first: Profile, second: Profile) -> dict[str, Any]:
     """Mean seconds from arrival to the last token, for prompts that keep `first` so busy."""
+    split = Cluster.of([first], [second])
+    late = replace(split, handoff="late")
+    clusters = {"late": late, "split": split, "m5_alone": Cluster.of([], [first])}
     chance = random.Random(7)
     mean = sum(first.prefill_s(0, tokens, first.chunk) for tokens in MIXED_PROMPTS) / 4
     at, turns = 0.0, []

@@ -73,6 +73,7 @@ def test_the_seed_comes_out_of_its_own_rates(capsys: pytest.CaptureFixture[str])
     assert report["m5_alone"]["total_s"] == pytest.approx(22.2, rel=0.02)
     assert late["lone_total_vs_m5"] == pytest.approx(1, abs=0.02)
     assert late["interval_vs_split"] == pytest.approx(1, abs=0.02)
+    assert {row["rows"] for row in late["mixed"]} == {"take turns", "cost nothing"}
     for row in late["mixed"]:
         means = row["mean_completion_s"]
         assert means["late"] < min(means["split"], means["m5_alone"]), row
