@@ -66,6 +66,16 @@ class Device:
         }
 
 
+def kernels(device: Device) -> tuple[str, str]:
+    """Which kernels models run by here, MLX's own for Metal or what stands in for them, and why.
+
+    Scans, sparse attention and the packing of states have both; nothing else chooses.
+    """
+    if device.kind == "metal":
+        return "metal", device.name
+    return "fallback", f"MLX's CPU backend on {device.name}"
+
+
 @functools.cache
 def prepare() -> Device:
     """Make the device ready and describe it; later calls return the same object.

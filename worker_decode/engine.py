@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from engine.decode import Batch
+from engine.device import kernels
 from engine.drafters import find_drafter
 from engine.errors import ModelError
 from engine.grammar import Grammar, Vocabulary
@@ -139,6 +140,7 @@ class Engine:
         notes.add(_STAGES[start.path], began, time.monotonic(), tokens=len(start.ids))
         notes.facts["store_read"] = start.read
         notes.fork("state", start.path, "; ".join(start.notes))
+        notes.fork("kernels", *kernels(self._model.device))
         began = time.monotonic()
         try:
             params = sampling(job, self._model.eos_ids, self._config.decode.max_output_tokens)

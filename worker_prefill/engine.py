@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from engine.device import kernels
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive
 from engine.model import Caches, Model
@@ -157,6 +158,7 @@ class Engine:
         exporter = Exporter(layout, ids, first)
         begun_at, chunk = run.position, self.chunk
         notes.fork("chunk", str(chunk), self._why_chunk)
+        notes.fork("kernels", *kernels(self._model.device))
         live: Live | None = None
         extra: dict[str, Any] = {"schedule": schedule, "rope_delta": begun.rope_delta}
         caches: Caches | None = run.caches
