@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,12 +169,23 @@ class Files:
         """
         gone = 0
         now = time.time()
+        sizes: Counter[str] = Counter()
         for ident in cast("list[bytes]", self._client.zrange(_ALL, 0, -1)):
             raw = cast("dict[bytes, bytes]", self._client.hgetall(_key(ident.decode())))
             file = _parse(ident.decode(), raw)
-            if file is not None and file.expires <= now and file.id not in used:
+            if file is None:
+                self._client.zrem(_ALL, ident)
+            elif file.expires <= now and file.id not in used:
                 self.delete(file)
                 gone += 1
+            else:
+                sizes[file.owner] += file.size
+        # What was counted for an upload that a crash cut short is given back.
+        pipe = self._client.pipeline()
+        pipe.delete(_BYTES)
+        for owner, size in sizes.items():
+            pipe.hset(_BYTES, owner, str(size))
+        pipe.execute()
         with contextlib.suppress(FileNotFoundError):
             for path in self._dir.iterdir():
                 if path.suffix == _PART and is_file_id(path.stem):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -25,6 +26,8 @@ OPEN_PATHS = frozenset(("/health", "/ready"))
 UPLOADS = "/v1/files"
 IMPORT = "/v1/conversations/import"
 COOKIE = "tandem_token"
+BODY_SECONDS = 60.0
+"""Longest silence within a body."""
 _SAFE = ("GET", "HEAD")
 _PAGES = ("/rq", "/metrics")
 _NOBODY = Caller(operator=False, scoped=True, owner="nobody")
@@ -143,11 +146,15 @@ class Gate:
     async def _whole(
         self, headers: Mapping[str, str], receive: Receive
     ) -> tuple[Fault | None, Receive]:
-        """The body read to its end, or 413."""
+        """The body read to its end, or why it was not."""
         fault = self._too_long(headers, self._limit, "api.max_body_mb")
         parts = bytearray()
         while fault is None:
-            message = await receive()
+            try:
+                message = await asyncio.wait_for(receive(), BODY_SECONDS)
+            except TimeoutError:
+                fault = _too_slow()
+                break
             if message["type"] != "http.request":
                 break
             parts += message.get("body", b"")
@@ -200,6 +207,12 @@ def _credentials(headers: Mapping[str, str]) -> tuple[str, str]:
     return "none", ""
 
 
+def _too_slow() -> Fault:
+    return Fault(
+        408, f"nothing more of the body came for {BODY_SECONDS:g} s: send it again", code="too_slow"
+    )
+
+
 def _too_large(limit: int, key: str) -> Fault:
     return Fault(
         413,
@@ -209,14 +222,19 @@ def _too_large(limit: int, key: str) -> Fault:
 
 
 def _counted(receive: Receive, limit: int, key: str) -> Receive:
-    """`receive` that raises Fault 413 once more than `limit` bytes have come."""
-    seen = 0
+    """`receive` that raises Fault 413 after more than `limit` bytes, 408 when no more come."""
+    seen, whole = 0, False
 
     async def counting() -> Message:
-        nonlocal seen
-        message = await receive()
+        nonlocal seen, whole
+        try:
+            # After the body it is waited for the client to go, however long that takes.
+            message = await asyncio.wait_for(receive(), None if whole else BODY_SECONDS)
+        except TimeoutError:
+            raise _too_slow() from None
         if message["type"] == "http.request":
             seen += len(message.get("body", b""))
+            whole = not message.get("more_body")
             if seen > limit:
                 raise _too_large(limit, key)
         return message

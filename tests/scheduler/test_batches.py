@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import socket
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from openai.types import Batch
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis_kit import Server, eventually
 
-from scheduler.api import batch_driver, batch_run
+from scheduler.api import batch_driver, batch_run, gate
 from scheduler.api.batch_driver import BatchDriver
 from scheduler.api.batch_journal import Journal
 from scheduler.record import Job
@@ -251,6 +252,33 @@ def test_an_early_end_leaves_what_was_done_and_says_what_was_not(stack: Stack, h
     assert not stack.client().get("/responses?status=live", cast_to=dict[str, Any])["data"]
     with pytest.raises(openai.BadRequestError, match=how):
         stack.client().batches.cancel(batch.id)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_a_body_that_stops_is_given_up(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=30) as connection:
+        connection.sendall(head.encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"too_slow" in answer
+
+
+def test_what_an_upload_that_was_cut_short_counted_is_given_back(stack: Stack) -> None:
+    files = stack.backend.files
+    made = files.put(io.BytesIO(b"abc"), owner="@a", name="f", purpose="batch")
+    stack.backend.redis.hincrby("tandem:files:bytes", "@a", 1000)
+    stack.backend.redis.hincrby("tandem:files:bytes", "@b", 1000)
+    assert files.sweep() == 0
+    assert (files.used("@a"), files.used("@b"), files.used_by_all()) == (3, 0, 3)
+    files.delete(made)
+    assert files.used_by_all() == 0
 
 
 def test_requests_that_make_no_batch(stack: Stack) -> None:
