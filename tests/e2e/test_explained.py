@@ -7,13 +7,14 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from model_dirs import make_tiny_model
 from stack_kit import Running, running, short_directory
 
-from scheduler.command.explain import show
+from scheduler import cli
 from scheduler.nodes import Nodes
 from scheduler.redis_client import connect
 from scheduler.serializer import pack
@@ -169,7 +170,7 @@ def test_the_second_request_repeats_nothing_and_keeps_to_its_budget(stack: Runni
 
 
 def test_the_store_explains_what_redis_has_forgotten(
-    stack: Running, capsys: pytest.CaptureFixture[str]
+    stack: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = ask(stack)
     stack.saved(name)
@@ -194,13 +195,19 @@ def test_the_store_explains_what_redis_has_forgotten(
     old = stack.get(name)["tandem"]
     assert old["handoff"] == facts["handoff"]
     assert old["path"] == "cold"
-    from rich.console import Console
-
-    show(Console(width=120), after)
+    command = ["explain", name, "--url", stack.config.api_url]
+    assert cli.main(command) == 0
     told = capsys.readouterr().out
     for word in ("first decode", "not explained", "tcp", "on the wire", "done again"):
         assert word in told
     picture = stack.http.get(f"/v1/responses/{name}/ledger.svg")
     assert picture.headers["content-type"] == "image/svg+xml"
     assert picture.text.startswith("<svg ")
-    assert json.dumps(after)
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == after
+    file = tmp_path / "timeline.svg"
+    assert cli.main([*command, "--svg", str(file)]) == 0
+    assert file.read_text() == picture.text
+    assert cli.main(["explain", "conv_1", "--url", stack.config.api_url]) == 2
+    assert "no response's ID" in capsys.readouterr().err
+    assert stack.http.get(f"/v1/responses/resp_{'0' * 32}/ledger").status_code == 404
