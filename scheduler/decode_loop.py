@@ -9,13 +9,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+import redis
+from rq.defaults import RQ_KEY_PREFIX
 
 from scheduler import events
 from scheduler.config import decode_queue
 from scheduler.execution import Execution, Finished
+from scheduler.nodes import Nodes
 from scheduler.outbox import Outbox
-from scheduler.queue import wait_for_work
+from scheduler.queue import PREFILL, wait_for_work
 from scheduler.record import Job, Result
 from scheduler.redis_client import AWAY, connect
 from scheduler.runs import Outcome, Release, Runs, SendBack
@@ -80,6 +84,7 @@ class DecodeLoop(LoopWorker):
         self._rows: list[Execution] = []
         self._inbox: deque[Execution] = deque()
         self._wanted = 0
+        self._alone_since: float | None = None
         self._changed = threading.Condition()
 
     def _serve(self) -> None:
@@ -115,6 +120,32 @@ class DecodeLoop(LoopWorker):
         """Tell how much state may be on its way here: prefills are begun only for that."""
         if budget := getattr(self._engine, "budget", None):
             runs.publish_budget(self._node, *budget())
+
+    def also_reclaim(self, client: redis.Redis) -> None:
+        """Prefill here what waits for a prefill node while there is none, beyond a short absence.
+
+        One that only loads its model is there. No more is taken over than has room at once: what
+        waits on goes to the prefill node if it comes back.
+        """
+        if self._has_prefill(client):
+            self._alone_since = None
+            return
+        now = time.monotonic()
+        if self._alone_since is None:
+            self._alone_since = now
+        if self.stopping or now - self._alone_since < self.settings.lease_seconds:
+            return
+        with self._changed:
+            room = self._wanted
+        if room > 0 and (moved := Runs(client, self.settings).take_over(self._node, room)):
+            log.warning("no prefill node is there: %d jobs are prefilled here", moved)
+
+    def _has_prefill(self, client: redis.Redis) -> bool:
+        """Whether a prefill worker is there: it tells so itself, or RQ has heard of it lately."""
+        if Nodes(client).list("prefill"):
+            return True
+        names = cast("set[bytes]", client.smembers(f"{RQ_KEY_PREFIX}:workers:{PREFILL}"))
+        return bool(names) and bool(client.exists(*names))
 
     # --- rows --------------------------------------------------------------------------------
 

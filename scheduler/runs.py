@@ -19,7 +19,7 @@ from scheduler.config import JobsConfig
 from scheduler.images import without_data
 from scheduler.jobs import CANCELLED_EVENT
 from scheduler.ledger.clock import Clock
-from scheduler.queue import PREFILL
+from scheduler.queue import PREFILL, decode_queue
 from scheduler.record import Job, Result, parse
 from scheduler.serializer import pack
 
@@ -318,6 +318,30 @@ class Runs:
             "failed": [pack({"type": "response.failed", "status": "failed", "error": error})],
         }
         return cast(Release, scripts.call(self.client, "release", args).decode())
+
+    def take_over(self, node: str, limit: int) -> int:
+        """Have the decode node `node` prefill up to `limit` of the jobs that wait for a prefill.
+
+        For when no prefill node is there; the oldest first, and only jobs of that node. Returns
+        how many were moved.
+        """
+        moved = 0
+        waiting = self.client.lrange(f"{shadow.PREFIX}:queue:{PREFILL}", 0, -1)
+        for entry in cast("list[bytes]", waiting):
+            if moved >= limit:
+                break
+            resp = entry.decode().rpartition("-")[0]
+            queue = decode_queue(node)
+            tokens = cast("bytes | None", self.client.hget(f"tandem:job:{resp}", "prompt_tokens"))
+            args = {
+                **self._common(),
+                "id": resp,
+                "node": node,
+                "queue": queue,
+                "shadow": shadow.fields(resp, "decode", queue, int(tokens or 0)),
+            }
+            moved += scripts.call(self.client, "take_over", args) == b"moved"
+        return moved
 
     def _common(self) -> dict[str, Any]:
         return {

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import redis
 from rq.defaults import RQ_KEY_PREFIX
 from rq.worker import BaseWorker, WorkerStatus
 
@@ -347,6 +348,9 @@ class LoopWorker(BaseWorker):
     def also_renew(self, runs: Runs) -> None:
         """What else a subclass has to say with every heartbeat; may raise what Redis raises."""
 
+    def also_reclaim(self, client: redis.Redis) -> None:
+        """What else a subclass looks after now and then; may raise what Redis raises."""
+
     def cancel_arrived(self) -> None:
         """A held job was cancelled; subclasses wake what waits."""
 
@@ -357,6 +361,7 @@ class LoopWorker(BaseWorker):
         while not self._ended.wait(self.settings.lease_seconds / 4):
             try:
                 reclaimer.expired()
+                self.also_reclaim(client)
                 if time.monotonic() - reconciled > _RECONCILE_EVERY:
                     reclaimer.reconcile()
                     reclaimer.release_promises()

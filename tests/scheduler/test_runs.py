@@ -295,3 +295,23 @@ def test_rq_clean_up_of_an_expired_lease_does_not_matter(
     assert runs.finish(job, Result(), 3) == "ok"
     assert queue.finished_job_registry.get_job_ids() == [f"{new.id}-d"]
     assert_idle(client)
+
+
+def test_a_waiting_prefill_is_taken_over(client: redis.Redis, jobs: Jobs, runs: Runs) -> None:
+    first, second, other = new_job(), new_job(), new_job(node="m4")
+    for new in (first, second, other):
+        jobs.accept(new)
+    running = take(runs)
+    assert running.id == first.id
+    assert runs.take_over("local", 0) == 0
+    assert runs.take_over("local", 5) == 1, "not what runs, nor another node's"
+    assert runs.take_over("local", 5) == 0
+    prefill, decode = rq_queue("prefill", client), rq_queue("decode", client)
+    assert prefill.job_ids == [f"{other.id}-p"]
+    assert decode.job_ids == [f"{second.id}-d"]
+    moved = take(runs, "decode", "w2", "decode:local")
+    assert (moved.id, moved.status, moved.handoff) == (second.id, "prefilling", None)
+    assert moved.prompt_ids == second.prompt_ids
+    assert runs.finish(moved, Result("completed", output=[]), 0) == "ok"
+    assert jobs.get(second.id).status == "completed"
+    assert runs.finish_prefill(running, {"path": "tcp"}, "decode", 39) == "ok"
