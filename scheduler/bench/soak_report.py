@@ -8,11 +8,18 @@ import time
 from typing import Any
 
 _NAMES = {
-    "processes": "processes", "threads": "threads", "descriptors": "file descriptors",
-    "memory_mb": "resident memory, MB", "shm_files": "shared memory, files",
-    "shm_mb": "shared memory, MB", "store_mb": "store file, MB", "redis_mb": "Redis memory, MB",
-    "redis_keys": "Redis keys", "files": "files in both data directories",
-}  # fmt: skip
+    "processes": "processes",
+    "threads": "threads",
+    "descriptors": "file descriptors",
+    "memory_mb": "resident memory, MB",
+    "shm_files": "shared memory, files",
+    "shm_mb": "shared memory, MB",
+    "store_mb": "store file, MB",
+    "store_live_mb": "store, bytes in use, MB",
+    "redis_mb": "Redis memory, MB",
+    "redis_keys": "Redis keys",
+    "files": "files in both data directories",
+}
 
 
 def markdown(found: dict[str, Any]) -> str:
