@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -187,12 +187,3 @@ def _keys(owner: str, session: str | None) -> list[str]:
         digest.update(f"{len(owner)}:{owner}{name}".encode("utf-8", "replace"))
         keys.append(f"tandem:latest:{digest.hexdigest()}")
     return keys
-
-
-def told(request: Mapping[str, Any]) -> dict[str, Any]:
-    """What the details of a response say of how its prompt was made."""
-    prompt = request.get("prompt") or {}
-    names = {
-        "head": "prompt_head", "normalised": "head_normalised", "dropped": "dropped_items"
-    }  # fmt: skip
-    return {new: prompt[old] for old, new in names.items() if prompt.get(old)}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from scheduler.api.caller import is_owned
-from scheduler.api.heads import told
 from scheduler.api.items import answer, message_id, output_items, text_part
 from scheduler.api.tools import for_client
+from scheduler.prompt_facts import prompt_facts
 from scheduler.record import Forecast, Job, Status
 
 WIRE_STATUS: dict[Status, str] = {
@@ -118,7 +118,7 @@ def facts(job: Job, forecast: Forecast | None = None) -> dict[str, Any]:
     seconds since the job was accepted.
     """
     path = {k: v for k, v in job.path.items() if k not in ("path", "cached_tokens")}
-    path |= told(job.request)
+    path |= prompt_facts(job.request)
     about = (job.request.get("params") or {}).get("about") or {}
     prefilled = job.prefilled_tokens
     started = job.created_at

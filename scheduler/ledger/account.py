@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scheduler.ledger.notes import FIELD, Piece
+from scheduler.prompt_facts import prompt_facts
 from scheduler.record import Job
 
 #: What may be left unexplained: this share of the whole, or these seconds where that is more.
@@ -76,7 +77,10 @@ def ledger_of(job: Job, now: float | None = None) -> dict[str, Any]:
         "work": _work(pieces),
         "nodes": {p.text("lane"): p.text("node") for p in pieces if p.text("node")},
         "runs": _runs(pieces),
-        "details": {k: v for k, v in job.path.items() if k not in ("path", "cached_tokens")},
+        "details": {
+            **{k: v for k, v in job.path.items() if k not in ("path", "cached_tokens")},
+            **prompt_facts(job.request),
+        },
         "path": job.path.get("path"),
         "priority": job.priority,
     }  # fmt: skip

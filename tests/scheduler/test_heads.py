@@ -67,6 +67,9 @@ def test_a_changed_head_is_named_with_what_it_costs(stack: Stack) -> None:
         rules = len(stack.tokenizer.encode(RULES))
         assert head["changed_at"] < 60
         assert rules <= head["cost_tokens"] <= rules + 30
+        last = Jobs(stack.workers.runs.client).list(limit=1)[0]
+        explained = client.get(f"/responses/{last.id}/ledger", cast_to=object)
+        assert explained["details"]["prompt_head"] == head  # type: ignore[index]  # JSON
         # Two changes, and more said since.
         messages = [*asked(f"{LINE.format(3)} Day 7.\n{RULES}"), *asked("x", "More")[1:]]
         head = details(client, messages)["prompt_head"]
