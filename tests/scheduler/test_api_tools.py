@@ -243,9 +243,7 @@ def test_some_tools_are_allowed_and_strict_ones_are_held(stack: Stack, client: O
     strict: Any = {**TOOL, "strict": True}
 
     def made(tools: list[Any], **more: Any) -> tuple[Any, str]:
-        answer = client.responses.create(
-            model="test-model", input="Bern?", tools=tools, **more
-        )
+        answer = client.responses.create(model="test-model", input="Bern?", tools=tools, **more)
         request = last_request(stack, answer.id)
         names = [tool["function"]["name"] for tool in request["tools"]]
         assert names == [tool["name"] for tool in tools], "the prompt's head stays the same"
