@@ -36,7 +36,8 @@ def resolve(name: str, models_dir: Path, progress: Progress | None = None) -> Pa
 
     `name` is the default model's name, an existing directory, the name of one in `models_dir`, or
     `owner/name` on the Hugging Face hub. `progress(stage, done, total)` is called with the stages
-    "download" (bytes), "verify" (bytes) and "convert" (steps). Two processes may ask at once: one works, the other waits for it.
+    "download" (bytes), "verify" (bytes) and "convert" (steps). Two processes may ask at once: one
+    works, the other waits for it.
     Never imports MLX. Raises `ModelError` with the cause and the cure in one line.
     """
     report = progress or (lambda stage, done, total: None)
