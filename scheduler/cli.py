@@ -92,7 +92,8 @@ def build_parser(*, bench: bool) -> tuple[argparse.ArgumentParser, dict[str, str
         from scheduler.bench import suite
 
         suite.flags(benches)
-        benches.set_defaults(run=lambda args: suite.run(args, inner.choices))
+        if suite.choose(inner.choices, None):
+            benches.set_defaults(run=lambda args: suite.run(args, inner.choices))
     if broken:
         missing = "".join(f"\n  {name}: {why}" for name, why in sorted(broken.items()))
         parser.epilog = f"{_EXAMPLES}\ncannot be loaded:{missing}\n"

@@ -45,8 +45,11 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, benches: Mapping[str, argparse.ArgumentParser]) -> int:
-    """Run all of `benches` that take part; returns 1 where one failed, else 0."""
+    """Run all of `benches` that take part; returns 1 where one failed, 2 without any, else 0."""
     chosen = choose(benches, args.only)
+    if not chosen:
+        print("tandem: no benchmark takes part in a whole run", file=sys.stderr)
+        return 2
     kept = None if args.no_history else args.history
     if kept is None and not args.no_history:
         kept = load(args.config, {"data_dir": args.data}).data_dir / history.FILE
