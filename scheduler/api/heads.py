@@ -162,8 +162,9 @@ def _latest(backend: Backend, owner: str, session: str | None) -> list[list[int]
         response = name.decode()
         if backend.deleted(response):
             continue
-        with backend.store() as store:
-            turn = store.turn_ids(response) if store.get_turn(response) is not None else []
+        turn: list[int] = []
+        with contextlib.suppress(StoreError), backend.store() as store:
+            turn = store.turn_ids(response)
         with contextlib.suppress(JobError):
             ids.append(turn or backend.jobs.prompt_ids(response))
     return ids
