@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.library import DEFAULT_MODEL, resolve
+from store.taken import taken
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -35,7 +36,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="tokens stored")
     parser.add_argument("--new", type=int, default=NEW, help="tokens of the new turn")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, quick=["--tokens", "600", "--rounds", "3"])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,6 +122,8 @@ def measure(model: Model, work: Path, tokens: int, new: int, rounds: int) -> dic
         "new": new,
         "bytes": nbytes,
         "rounds": rounds,
+        # Every single round is refused where it took another path.
+        "path": taken("resume", {"new": new}, {"new": round(computed * new)}),
         "ratios": {
             "restored_vs_floor": middle["restored"] / (middle["read"] + middle["compute"]),
             "hot_vs_floor": middle["hot"] / middle["compute"],
