@@ -85,6 +85,7 @@ class DecodeLoop(LoopWorker):
         self._inbox: deque[Execution] = deque()
         self._wanted = 0
         self._alone_since: float | None = None
+        self._told = False
         self._changed = threading.Condition()
 
     def _serve(self) -> None:
@@ -141,9 +142,16 @@ class DecodeLoop(LoopWorker):
             log.warning("no prefill node is there: %d jobs are prefilled here", moved)
 
     def _has_prefill(self, client: redis.Redis) -> bool:
-        """Whether a prefill worker is there: it tells so itself, or RQ has heard of it lately."""
+        """Whether a prefill worker is there: it tells so itself, or RQ has heard of it lately.
+
+        What RQ knows of a worker outlives it by more than a minute, so it counts only where none
+        has told of itself.
+        """
         if Nodes(client).list("prefill"):
+            self._told = True
             return True
+        if self._told:
+            return False
         names = cast("set[bytes]", client.smembers(f"{RQ_KEY_PREFIX}:workers:{PREFILL}"))
         return bool(names) and bool(client.exists(*names))
 
