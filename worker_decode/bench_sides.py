@@ -153,7 +153,7 @@ class _Bare(Engine):
             self._answers[event.uid].say(event)
             if event.finish is not None:
                 raise ModelError(f"a row of the benchmark has ended ({event.finish})")
-        self._look_after()
+        self.kept.look_after()
         return []
 
 

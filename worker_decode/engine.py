@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -24,23 +22,21 @@ from scheduler.execution import Execution, Finished
 from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
-from store.errors import StoreError, StoreFull, StoreGap
+from store.errors import StoreFull
 from store.meter import charge
 from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
-from worker_decode.behind import Behind
-from worker_decode.hot import Held, Hot
+from worker_decode.hot import Held
 from worker_decode.inbox import Inbox
+from worker_decode.keeping import Keeping
 from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
 from worker_decode.pictures import Pictures
 from worker_decode.preamble import Sharing
-from worker_decode.pressure import Hardship
 from worker_decode.reader import Reader
-from worker_decode.saver import Saved, Saver
 from worker_decode.starts import Starts
-from worker_decode.states import export, nbytes_of
+from worker_decode.states import nbytes_of
 from worker_decode.timing import Loop, Watch, note_forks
 from worker_decode.turns import compose, record
 
@@ -90,15 +86,28 @@ class Engine:
         self._store = store
         self._memory = memory
         self._inbox = inbox
-        self._ended = ended
-        self._announce = announce
         self._pulse = pulse
-        self._lending = lending
         self._working = nullcontext if pulse is None else pulse.working
-        self._hot = Hot(memory)
-        self._behind = Behind(model, self._hot, memory, self._running)
+        self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
+        self.kept = Keeping(
+            config,
+            model,
+            store,
+            memory,
+            inbox,
+            self._ledgers,
+            lending,
+            running=self._running,
+            ended=ended,
+            announce=lambda: announce(self.facts()),
+        )
         self._starts = Starts(
-            model, store, self._hot, inbox, config.decode.local_prefill_tokens, self._behind
+            model,
+            store,
+            self.kept.hot,
+            inbox,
+            config.decode.local_prefill_tokens,
+            self.kept.behind,
         )
         decode = config.decode
         drafter, reason = find_drafter(model, decode.drafter)
@@ -107,22 +116,10 @@ class Engine:
         self._drafting = reason
         self._loop = Loop()
         self._watches: dict[int, Watch] = {}
-        self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
         self._pictures = Pictures(model, store)
         self._answers: dict[int, Answer] = {}
-        self._saver = Saver(store, self._note_saved)
-        self._sharing = Sharing(model, store, self._saver)
-        self._saving: set[str] = set()
-        self._saved: deque[Saved] = deque()
-        self._committed: set[str] = set()
-        self._uncommitted: dict[str, Execution] = {}
-        self.hardship = Hardship()
-        self._unrecorded: deque[str] = deque()
+        self._sharing = Sharing(model, store, self.kept.saver)
         self._words: Vocabulary | None = None
-        self._lock = threading.Lock()
-        self._next_look = 0.0
-        self._next_sweep = 0.0
-        self._next_word = 0.0
 
     # --- the loop's side -----------------------------------------------------------------------
 
@@ -175,8 +172,7 @@ class Engine:
         notes.add("set up", began, time.monotonic())
         self._watches[uid] = Watch(notes, self._loop)
         if start.held is not None:  # it is this row's now
-            self._behind.leave(start.held, job.id)
-            self._forget(start.held.turn)
+            self.kept.taken(start.held, job.id)
         if start.shared:
             self._sharing.arrived(job, start.shared)
             start.shared = []
@@ -206,7 +202,7 @@ class Engine:
                 note_forks(answer.execution.notes, self._batch.facts, self._drafting, event)
                 finished.append(self._finish(answer, event))
         told = time.monotonic()
-        self._look_after()
+        self.kept.look_after()
         now = time.monotonic()
         self._loop.step(began, stepped, told, chunk, now)
         for watch in ended:
@@ -217,7 +213,7 @@ class Engine:
         """Drop a row and what has arrived for it."""
         for uid, answer in list(self._answers.items()):
             if answer.execution is execution:
-                self._give_up(execution.job.id, self._batch.cancel(uid))
+                self.kept.give_up(execution.job.id, self._batch.cancel(uid))
                 del self._answers[uid]
                 self._watches.pop(uid).end()
         self._inbox.discard(execution.job.id)
@@ -229,34 +225,17 @@ class Engine:
                 return self._batch.caches(uid)
         return None
 
-    def _give_up(self, turn: str, event: Event) -> None:
-        """A turn is not kept: the one that it went on from is held again."""
-        back = None
-        if event.caches is not None:
-            back = self._behind.come_back(turn, event.caches)
-        self._behind.gone(turn)
-        if back is not None and self._is_stored(back):
-            with self._lock:
-                self._committed.add(back)
-
     def idle(self) -> bool:
         """Save what is idle; True while there is more to save at once."""
-        return self._look_after()
+        return self.kept.look_after()
 
     def forget(self, turns: Iterable[str]) -> None:
         """Drop the states of deleted turns soon. May be called from any thread."""
-        self._unrecorded.extend(turns)
+        self.kept.forget(turns)
 
     def drain(self) -> None:
         """Save every conversation that is still in memory, and wait until it is written."""
-        for turn in self._hot.turns():
-            self._save(turn)
-        if not self._saver.close(self._config.jobs.drain_seconds + 60):
-            log.error("states were not written in time: those turns will be recomputed")
-        self._collect()
-        self._ledgers.write(self._ledgers.waiting())
-        left = len(self._hot)
-        log.info("drained; %d conversations could not be saved", left)
+        self.kept.drain()
 
     def budget(self) -> tuple[int, int, float]:
         """Bytes for state that waits here, of an empty state, and per token. Any thread.
@@ -272,21 +251,21 @@ class Engine:
         return {
             "rows": len(self._answers),
             "slots": self._batch.slots,
-            "hot": len(self._hot),
-            "behind": len(self._behind),
+            "hot": len(self.kept.hot),
+            "behind": len(self.kept.behind),
             "memory_used": self._memory.used,
             "memory_limit": self._memory.limit,
             "device": self._model.device.kind,
             "pulses": 0 if self._pulse is None else self._pulse.pulses,
             "decode": self._batch.facts,
-            "trouble": str(self.hardship),
+            "trouble": str(self.kept.hardship),
         }
 
     # --- the end of an answer -----------------------------------------------------------------
 
     def _finish(self, answer: Answer, event: Event) -> Finished:
         if event.finish == "error":
-            self._give_up(answer.job.id, event)
+            self.kept.give_up(answer.job.id, event)
             return Finished(answer.execution, error=ModelError(event.error))
         status = "completed" if event.finish == "stop" else "incomplete"
         closing = answer.closing(status)
@@ -304,7 +283,7 @@ class Engine:
             self._keep(answer, event)
             commit = partial(self._commit, answer, event, status)
         else:
-            self._give_up(answer.job.id, event)
+            self.kept.give_up(answer.job.id, event)
         noted = self._ledgers.ended if commit is not None else None
         return Finished(answer.execution, result, commit=commit, noted=noted)
 
@@ -322,9 +301,7 @@ class Engine:
     def _keep(self, answer: Answer, event: Event) -> None:
         assert event.caches is not None
         start = answer.start
-        with self._lock:
-            self._uncommitted[answer.job.id] = answer.execution
-        self._hot.put(
+        self.kept.put(
             Held(
                 turn=answer.job.id,
                 caches=event.caches,
@@ -335,7 +312,8 @@ class Engine:
                 nbytes=nbytes_of(event.caches),
                 stored=start.stored,
                 base=start.base,
-            )
+            ),
+            answer.execution,
         )
 
     def _commit(self, answer: Answer, event: Event, status: str) -> dict[str, Any] | None:
@@ -354,140 +332,15 @@ class Engine:
             )
             record(self._store, answer.job, turn)
         except StoreFull as error:
-            self._unrecorded.append(answer.job.id)
-            self.hardship.note(error)
+            self.kept.forget([answer.job.id])
+            self.kept.hardship.note(error)
             log.error("%s is answered and not recorded: %s", answer.job.id, error)
             return {"recorded": False}
         except BaseException:
-            self._unrecorded.append(answer.job.id)
+            self.kept.forget([answer.job.id])
             raise
-        with self._lock:
-            if self._uncommitted.pop(turn.id, None) is not None:
-                self._committed.add(turn.id)
+        self.kept.recorded(turn.id)
         return None
-
-    # --- conversations between turns -----------------------------------------------------------
-
-    def _look_after(self) -> bool:
-        """Save idle conversations and make room; True when more is to do at once."""
-        self._collect()
-        if self._lending is not None:
-            self._lending.serve(self._hot, self._behind)
-        now = time.monotonic()
-        if now < self._next_look and not self._memory.wanted:
-            return False
-        self._next_look = now + _HOUSEKEEPING
-        if now >= self._next_word:
-            self._next_word = now + _WORD
-            self.hardship.feel()
-            self._announce(self.facts())
-            # A turn that has gone on with its next one is not saved by itself.
-            gone = [turn for turn in self._ledgers.waiting() if self._hot.get(turn) is None]
-            if gone and self._saver.room:
-                self._saver.do(partial(self._ledgers.write, gone))
-        if now >= self._next_sweep:
-            self._next_sweep = now + _SWEEP
-            waiting = self._inbox.waiting(_SWEEP)
-            self._inbox.sweep(response for response in waiting if self._ended(response))
-        if (needed := self._needed()) > 0:
-            self._behind.shrink(needed)
-        every_turn = self._config.store.save == "turn"
-        idle = self._hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
-        if not idle and (self.hardship.squeezed or self._short_of_memory()):
-            idle = self._hot.turns()
-        for turn in idle:
-            if not self._saver.room:
-                return False
-            if turn not in self._saving and self._is_committed(turn):
-                self._save(turn)
-                return True  # one at a time: rows that are live come first
-        return False
-
-    def _needed(self) -> int:
-        """Bytes that are wanted, or in use, beyond the limit."""
-        return max(self._memory.wanted, self._memory.used - self._memory.limit)
-
-    def _short_of_memory(self) -> bool:
-        """Whether more must leave memory than is being saved already."""
-        leaving = [held for turn in self._saving if (held := self._hot.get(turn)) is not None]
-        return self._needed() > sum(held.nbytes for held in leaving)
-
-    def _is_committed(self, turn: str) -> bool:
-        with self._lock:
-            return turn in self._committed
-
-    def _save(self, turn: str) -> None:
-        """Copy a state out of the model's memory and give it to the saver."""
-        held = self._hot.get(turn)
-        if held is None or turn in self._saving:
-            return
-        began = time.monotonic()
-        pieces, snapshot = export(self._model, held)
-        self._ledgers.copied(turn, began, time.monotonic())
-        self._saving.add(turn)
-        self._saver.put(turn, len(held.ids), pieces, snapshot, held.base)
-        for older in self._behind.worth_storing(turn):
-            if not self._saver.room or not self._is_stored(older.turn):
-                break
-            pieces, snapshot = export(self._model, older)
-            self._saver.put(older.turn, len(older.ids), pieces, snapshot, older.base)
-
-    def _note_saved(self, saved: Saved) -> None:
-        self._saved.append(saved)
-        self._ledgers.saved(saved)
-
-    def _collect(self) -> None:
-        """What the saver has finished: those conversations leave the model's memory."""
-        while self._saved:
-            saved = self._saved.popleft()
-            self._saving.discard(saved.turn)
-            held = self._hot.get(saved.turn)
-            if saved.report is None:
-                log.warning("state of %s not saved: %s", saved.turn or "a preamble", saved.error)
-                self.hardship.note(saved.error)
-                if held is not None and self._may_wait(held, saved.error):
-                    continue
-            else:
-                self.hardship.over()
-                log.info(
-                    "saved %s: %d bytes in %.3f s",
-                    saved.turn or "a preamble", saved.report.bytes_written, saved.report.seconds,
-                )  # fmt: skip
-            if held is not None:  # else it was continued meanwhile
-                self._forget(saved.turn)
-        with self._lock:  # those of a lost run are never committed
-            lost = [turn for turn, run in self._uncommitted.items() if run.lost]
-        for turn in lost:
-            self._forget(turn)
-        while self._unrecorded:
-            turn = self._unrecorded.popleft()
-            self._behind.drop(turn)
-            self._forget(turn)
-
-    def _may_wait(self, held: Held, error: Exception | None) -> bool:
-        """Whether a state that could not be written stays in memory for another attempt."""
-        if isinstance(error, StoreGap):
-            held.stored, held.base = 0, None  # what it built upon was evicted: write all of it
-        elif not self._is_stored(held.turn):
-            return False  # deleted meanwhile
-        elif self._memory.wanted or self._memory.used > self._memory.limit:
-            return False  # its token ids are durable: it will be computed again
-        else:
-            held.used = time.monotonic() + _RETRY
-        return True
-
-    def _is_stored(self, turn: str) -> bool:
-        try:
-            return self._store.get_turn(turn) is not None
-        except StoreError:
-            return False
-
-    def _forget(self, turn: str) -> None:
-        self._hot.take(turn)
-        self._behind.gone(turn)
-        with self._lock:
-            self._committed.discard(turn)
-            self._uncommitted.pop(turn, None)
 
 
 __all__ = ["Engine", "SendBack"]

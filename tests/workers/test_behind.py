@@ -45,7 +45,7 @@ def idle(node: Node) -> None:
     """Until all is written, as after a quiet time; memory is empty then."""
     config = node.engine._config
     store = config.store.model_copy(update={"idle_seconds": 0.0})
-    node.engine._config = config.model_copy(update={"store": store})
+    node.engine.kept._config = config.model_copy(update={"store": store})
     node.settle()
     assert (node.engine.facts()["behind"], node.memory.used) == (0, 0)
 
@@ -127,12 +127,12 @@ def test_what_is_behind_gives_way_first(node: Node) -> None:
     answered(node, two)
     held = node.engine.facts()
     assert (held["behind"], held["hot"]) == (1, 1)
-    spare = node.memory.used - node.engine._hot.nbytes
+    spare = node.memory.used - node.engine.kept.hot.nbytes
     node.memory.limit = node.memory.used - 1 if spare else node.memory.used
-    node.engine._next_look = 0.0
+    node.engine.kept.next_look = 0.0
     node.engine.idle()
     assert node.engine.facts()["hot"] == 1
-    assert node.memory.used == node.engine._hot.nbytes
+    assert node.memory.used == node.engine.kept.hot.nbytes
     assert answered(node, after(node, two, 72))[0] == "hot"
 
 
@@ -168,7 +168,7 @@ def test_deleted_turns_are_not_kept_behind(node: Node) -> None:
     two = after(node, one, 91)
     answered(node, two)
     node.engine.forget([one.id, two.id])
-    node.engine._next_look = 0.0
+    node.engine.kept.next_look = 0.0
     node.engine.idle()
     assert (node.engine.facts()["behind"], node.memory.used) == (0, 0)
 

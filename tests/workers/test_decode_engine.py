@@ -49,7 +49,7 @@ def facts(finished: Any) -> dict[str, Any]:
 def quiet(node: Node, times: int = 3) -> None:
     """Let the engine look after its states a few times."""
     for _ in range(times):
-        node.engine._next_look = 0.0
+        node.engine.kept.next_look = 0.0
         node.engine.idle()
 
 
@@ -246,7 +246,7 @@ def test_a_state_that_cannot_be_saved_stays_while_there_is_room(
     job = first()
     node.answer(job)
     eventually(lambda: node.engine.idle() or failing.count, "nothing is saved")
-    eventually(lambda: quiet(node) or not node.engine._saving, "the failure is not seen")
+    eventually(lambda: quiet(node) or not node.engine.kept.saving, "the failure is not seen")
     assert node.engine.facts()["hot"] == 1
     assert failing.count == 1  # and it is not tried again at once
     assert facts(node.answer(following(node, job)))["path"] == "hot"

@@ -70,7 +70,7 @@ class Pair:
         # What the decode worker's own thread does between two steps. The test's thread is in the
         # prefill engine then, so nobody else touches the states.
         while not self._stop.wait(0.01):
-            self.node.lending.serve(self.node.engine._hot, self.node.engine._behind)
+            self.node.lending.serve(self.node.engine.kept.hot, self.node.engine.kept.behind)
 
     def close(self) -> None:
         self._stop.set()
@@ -80,8 +80,8 @@ class Pair:
         self.receiver.close()
         assert self.receiver.stats()["transfers"] == 0
         assert len(self.links._loans) == 0
-        behind = sum(left.nbytes for left in self.node.engine._behind._left.values())
-        assert self.node.memory.used == self.node.engine._hot.nbytes + behind
+        behind = sum(left.nbytes for left in self.node.engine.kept.behind._left.values())
+        assert self.node.memory.used == self.node.engine.kept.hot.nbytes + behind
         self.node.close()
         self.client.close()
 
@@ -251,7 +251,7 @@ def test_an_answer_that_is_begun_there_comes_back_as_well(
 
 def test_a_state_is_copied_between_steps(plain: Pair) -> None:
     first, _ = plain.first_turn()
-    held = plain.node.engine._hot.get(first.id)
+    held = plain.node.engine.kept.hot.get(first.id)
     assert held is not None
     at_once, slowly = Copy(plain.model, held), Copy(plain.model, held)
     assert at_once.more(1 << 30)

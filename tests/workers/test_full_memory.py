@@ -56,7 +56,7 @@ def test_eight_rows_over_a_memory_for_four(
                 if finished.commit is not None:
                     finished.commit()
                 last[running.pop(finished.execution)] = finished.execution.job
-            node.engine._next_look = 0.0
+            node.engine.kept.next_look = 0.0
             if not running:
                 node.engine.idle()
         for job in last.values():

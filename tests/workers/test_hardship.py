@@ -80,10 +80,10 @@ def test_below_the_reserve_states_wait_and_records_do_not(
         node.store.environment.reserve_bytes = 1 << 60  # as if the disk were nearly full
         asked = job(1)
         node.answer(asked)
-        node.engine._next_look = 0.0
+        node.engine.kept.next_look = 0.0
         node.engine.idle()
-        assert node.engine._saver.close(20.0)
-        node.engine._collect()
+        assert node.engine.kept.saver.close(20.0)
+        node.engine.kept.collect()
         assert "not saved" in node.engine.facts()["trouble"]
         assert node.store.get_turn(asked.id) is not None
         assert node.store.find_state(asked.id) is None
@@ -98,19 +98,19 @@ def test_short_of_memory_idle_conversations_leave_at_once(
     node = Node(loaded, words, tmp_path, store={"idle_seconds": 3600})
     try:
         short = False
-        node.engine.hardship.pressed = lambda: short
+        node.engine.kept.hardship.pressed = lambda: short
         node.answer(job(1))
-        node.engine._next_look = node.engine._next_word = 0.0
+        node.engine.kept.next_look = node.engine.kept.next_word = 0.0
         node.engine.idle()
         assert node.engine.facts()["hot"] == 1
         short = True
-        node.engine._next_look = node.engine._next_word = 0.0
+        node.engine.kept.next_look = node.engine.kept.next_word = 0.0
         node.engine.idle()
         assert "short of memory" in node.engine.facts()["trouble"]
         node.settle()
         assert node.memory.used == 0
         short = False
-        node.engine._next_look = node.engine._next_word = 0.0
+        node.engine.kept.next_look = node.engine.kept.next_word = 0.0
         node.engine.idle()
         assert node.engine.facts()["trouble"] == ""
     finally:

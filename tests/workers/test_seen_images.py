@@ -83,7 +83,7 @@ def test_a_lost_state_is_computed_from_the_turns_own_images(
     assert node.said(first) == alone(seeing, processor, first, one)
     past = node.store.turn_ids(first.id)
     more = asked([*past, *prompt(processor, two, one)], two, one, previous=first.id)
-    node.engine._hot.take(first.id)
+    node.engine.kept.hot.take(first.id)
     finished = node.answer(more)
     assert finished.result is not None
     assert finished.result.path["path"] == "recomputed"

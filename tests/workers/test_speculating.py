@@ -112,7 +112,7 @@ def test_a_stop_string_across_tokens_ends_text_and_state(node: Node, words: Any)
         said = node.said(job)
         assert said == alone(node, job, words)
         found += len(said) < 24
-        held = node.engine._hot.get(job.id)
+        held = node.engine.kept.hot.get(job.id)
         assert held is not None
         assert held.ids == [*job.prompt_ids, *said[:-1]]
         assert held.pending == said[-1:]
