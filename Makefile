@@ -2,7 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 # Test modules that run at once; each stack of the end-to-end tests takes about 2 GB.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 STAMP := $(VENV)/.tandem-installed
 

