@@ -12,14 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import redis
 
-from scheduler import scripts
 from scheduler.execution import Execution, Pending
 from scheduler.redis_client import AWAY
-from scheduler.runs import append_call
+from scheduler.runs import append_row, append_rows
 from store.meter import Meter, charge
 
 log = logging.getLogger("tandem.outbox")
@@ -117,23 +115,30 @@ class Outbox:
         return count
 
     def _send(self, numbered: list[tuple[Execution, int, list[Pending]]]) -> None:
-        calls = [
-            append_call(e.job, first, [p.data for p in events], any(p.tokens for p in events))
+        if not numbered:
+            return
+        rows = [
+            append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
             for e, first, events in numbered
         ]
         sending = Meter()
-        with charge(sending):
-            answers: list[Any] = scripts.call_many(self._client, calls) if calls else []
+        try:
+            with charge(sending):
+                answers = append_rows(self._client, rows)
+        except AWAY:
+            raise
+        except redis.RedisError as error:
+            if len(numbered) > 1:
+                for one in numbered:  # one of them is refused: the others are told without it
+                    self._send([one])
+                return
+            execution = numbered[0][0]
+            log.error("events of %s are refused: %s", execution.job.id, error)
+            execution.mark_lost()
+            return
         for execution, _, _ in numbered:
-            execution.notes.meter.take(sending, 1 / len(calls))
-        for (execution, _, events), answer in zip(numbered, answers, strict=True):
-            if isinstance(answer, AWAY):
-                raise answer
-            if isinstance(answer, Exception):
-                log.error("events of %s are refused: %s", execution.job.id, answer)
-                execution.mark_lost()
-                continue
-            outcome, seq = answer[0].decode(), int(answer[1])
+            execution.notes.meter.take(sending, 1 / len(rows))
+        for (execution, _, events), (outcome, seq) in zip(numbered, answers, strict=True):
             if outcome == "behind" and seq >= execution.first:
                 # Redis came back without its last moments: it is told them again.
                 missing = execution.log[seq - execution.first :]

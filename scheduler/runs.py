@@ -167,8 +167,8 @@ class Runs:
 
     def append(self, job: Job, first: int, events: Sequence[bytes], tokens: bool) -> Outcome:
         """Append packed events, of which the first has number `first`."""
-        name, args = append_call(job, first, events, tokens)
-        return cast(Outcome, scripts.call(self.client, name, args)[0].decode())
+        rows = [append_row(job, first, events, tokens)]
+        return append_rows(self.client, rows)[0][0]
 
     def finish(self, job: Job, result: Result, first: int = -1, ledger: bytes = b"") -> Outcome:
         """End a decode: completed or incomplete. The event is the last of the log."""
@@ -356,12 +356,20 @@ class Runs:
         return cast(Outcome, scripts.call(self.client, name, args).decode())
 
 
-def append_call(job: Job, first: int, events: Sequence[bytes], tokens: bool) -> Call:
-    """Script call of `Runs.append`."""
-    return "append", {
+def append_row(job: Job, first: int, events: Sequence[bytes], tokens: bool) -> dict[str, Any]:
+    """What `append_rows` takes for one run; see `Runs.append`."""
+    return {
         "id": job.id,
         "run": job.run,
         "first": first,
         "events": list(events),
         "tokens": tokens,
     }
+
+
+def append_rows(
+    client: redis.Redis, rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[Outcome, int]]:
+    """Append events of several runs in one step, told in one message: outcomes and counts."""
+    answers = scripts.call(client, "append", {"rows": list(rows)})
+    return [(cast(Outcome, answer[0].decode()), int(answer[1])) for answer in answers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,3 @@ def call(client: redis.Redis, name: str, args: Mapping[str, Any], *raw: bytes) -
         return client.evalsha(digest(name), 0, *argv)
     except NoScriptError:
         return client.eval(source(name), 0, *argv)
-
-
-def call_many(client: redis.Redis, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
-    """Run several scripts in one round trip, in order, each atomic by itself.
-
-    An answer may be an exception, as with redis pipelines. Where the server has forgotten a script
-    (it was restarted), all calls are sent again: scripts that go through here recognise a repeat.
-    """
-
-    def send() -> list[Any]:
-        pipe = client.pipeline(transaction=False)
-        for name, args in calls:
-            pipe.evalsha(digest(name), 0, _argument(args))
-        return list(pipe.execute(raise_on_error=False))
-
-    answers = send()
-    if any(isinstance(answer, NoScriptError) for answer in answers):
-        for name in {name for name, _ in calls}:
-            client.script_load(source(name))
-        answers = send()
-    return answers

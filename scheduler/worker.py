@@ -264,7 +264,7 @@ class LoopWorker(BaseWorker):
                 self._give_up(runs, held)
             try:
                 self._renew(runs, held)
-                self.clock.ask(client)
+                self.clock.settle(client)
                 away = False
             except AWAY as error:
                 if not away:  # once: an outage may last for days

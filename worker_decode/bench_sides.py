@@ -11,7 +11,6 @@ from typing import Any
 import redis
 
 from engine.errors import ModelError
-from scheduler import scripts
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished, Pending
 from scheduler.host.scratch_redis import scratch_redis
@@ -20,7 +19,7 @@ from scheduler.ledger.notes import Notes
 from scheduler.outbox import Outbox
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
-from scheduler.runs import Runs, append_call
+from scheduler.runs import Runs, append_row, append_rows
 from store.store import Store
 from store.taken import taken
 from worker_decode.engine import Engine
@@ -161,10 +160,9 @@ class _BareOutbox(Outbox):
     """An outbox that counts nothing."""
 
     def _send(self, numbered: list[tuple[Execution, int, list[Pending]]]) -> None:
-        calls = [
-            append_call(e.job, first, [p.data for p in events], any(p.tokens for p in events))
+        rows = [
+            append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
             for e, first, events in numbered
         ]
-        for answer in scripts.call_many(self._client, calls) if calls else []:
-            if isinstance(answer, Exception):
-                raise answer
+        if rows:
+            append_rows(self._client, rows)

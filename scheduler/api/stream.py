@@ -212,12 +212,12 @@ class EventHub:
 
     def _deliver(self, data: bytes) -> None:
         # The scripts' packer knows bytes only.
-        name, first, packed = msgpack.unpackb(data, raw=True)
-        group = self._followers.get(name)
-        if group:
-            new = [Event(first + i, unpack(event)) for i, event in enumerate(packed)]
-            for follower in group:
-                follower.push(new)
+        for name, first, packed in msgpack.unpackb(data, raw=True):
+            group = self._followers.get(name)
+            if group:
+                new = [Event(first + i, unpack(event)) for i, event in enumerate(packed)]
+                for follower in group:
+                    follower.push(new)
 
 
 def frame(data: Mapping[str, Any]) -> bytes:

@@ -28,12 +28,18 @@ local function move(id, old, new)
   redis.call('HSET', record(id), 'status', new, 't_' .. new, stamp(NOW))
 end
 
--- Append packed events; entry id = number of the event + 1. Returns the count of events.
--- They are published as well: who follows many logs hears of all of them over one connection, and
--- finds in the logs what it missed.
-local function append(id, events)
+-- Publish what was appended, a list of {id, number of the first event, events}: who follows many
+-- logs hears of all of them over one connection, and finds in the logs what it missed.
+local function tell(live)
+  if #live > 0 then redis.call('PUBLISH', 'tandem:live', cmsgpack.pack(live)) end
+end
+
+-- Append packed events; entry id = number of the event + 1. Returns the count of events. With
+-- `live` what is to be told is left there.
+local function append(id, events, live)
   local seq = tonumber(redis.call('HGET', record(id), 'seq') or '0')
-  redis.call('PUBLISH', 'tandem:live', cmsgpack.pack({id, seq, events}))
+  local said = {id, seq, events}
+  if live then live[#live + 1] = said else tell({said}) end
   for _, event in ipairs(events) do
     seq = seq + 1
     redis.call('XADD', 'tandem:events:' .. id, seq .. '-0', 'e', event)

@@ -41,7 +41,7 @@ class Writer:
     def write(self, *kinds: str, told: bool = True) -> None:
         packed = [pack({"type": kind, "n": self.seq + i}) for i, kind in enumerate(kinds)]
         if told:
-            message = msgpack.packb([self.name.encode(), self.seq, packed], use_bin_type=False)
+            message = msgpack.packb([[self.name.encode(), self.seq, packed]], use_bin_type=False)
             self.client.publish(stream.CHANNEL, message)
         for data in packed:
             self.seq += 1
