@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -69,6 +70,9 @@ def create_app(config: Config) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         backend.hub.start()
         driver.start()
+        # What is loaded by now stays: a full collection that walks it would hold up every stream.
+        gc.collect()
+        gc.freeze()
         yield
         await run_in_threadpool(driver.stop)
         await backend.close()

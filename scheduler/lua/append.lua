@@ -5,15 +5,18 @@ local live = {}
 
 local function add(row)
   local key = record(row.id)
-  local seq = tonumber(redis.call('HGET', key, 'seq') or '0')
-  local why = foreign(row.id, row.run)
-  if why then return {why, seq} end
+  -- One look at the record: this runs for every row of every decode step.
+  local status, run, seq, told = unpack(redis.call('HMGET', key, 'status', 'run', 'seq', 't_first_token'))
+  seq = tonumber(seq or '0')
+  if not status or run ~= row.run then return {'lost', seq} end
+  if TERMINAL[status] then return {'done', seq} end
   if row.first > seq then return {'behind', seq} end
   local fresh = {}
   for i = seq - row.first + 1, #row.events do fresh[#fresh + 1] = row.events[i] end
-  if #fresh > 0 then seq = append(row.id, fresh, live) end
+  if #fresh > 0 then seq = append(row.id, fresh, live, seq) end
   if row.tokens then
-    if redis.call('HSETNX', key, 't_first_token', stamp(NOW)) == 1 then
+    if not told then
+      redis.call('HSET', key, 't_first_token', stamp(NOW))
       -- How fast this decode node extends a state by itself.
       local f = redis.call('HMGET', key, 'handoff', 'prompt_tokens', 'held_tokens', 't_prefilling', 'node', 'stage')
       local tokens = tonumber(f[2] or '0') - tonumber(f[3] or '0')
@@ -22,7 +25,7 @@ local function add(row)
       end
     end
     -- Also from a prefill node, which may begin the answer.
-    move(row.id, redis.call('HGET', key, 'status'), 'decoding')
+    move(row.id, status, 'decoding')
   end
   return {'ok', seq}
 end

@@ -35,9 +35,9 @@ local function tell(live)
 end
 
 -- Append packed events; entry id = number of the event + 1. Returns the count of events. With
--- `live` what is to be told is left there.
-local function append(id, events, live)
-  local seq = tonumber(redis.call('HGET', record(id), 'seq') or '0')
+-- `live` what is to be told is left there. `seq`: how many there are, where that is known.
+local function append(id, events, live, seq)
+  seq = seq or tonumber(redis.call('HGET', record(id), 'seq') or '0')
   local said = {id, seq, events}
   if live then live[#live + 1] = said else tell({said}) end
   for _, event in ipairs(events) do
