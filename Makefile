@@ -3,7 +3,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 # Test modules that run at once; each stack of the end-to-end tests takes about 2 GB.
 JOBS ?= 3
-PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
+# Modules in the order of their names, not by size: the few long tests of whole stacks come early.
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.tandem-installed
 
 .PHONY: demo test soak check clean
