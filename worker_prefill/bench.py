@@ -1,9 +1,9 @@
 """`tandem bench seam`: what a client notices when its answer moves to the decode node.
 
-A private stack answers a long request on the prefill node; a short prompt comes, and the answer
-moves. The gap between the last token said there and the first one said here is set against two
-decode steps and the time of the wire. On one machine both workers share its cores, so the short
-prompt is computed beside them.
+A private stack answers a long request on the prefill node, which is then told to stop, so that the
+answer moves. The gap between the last token said there and the first one said here is set against
+two decode steps and the time of the wire. (A prompt that comes to wait moves an answer as well, but
+on one machine it would be computed on the same cores in the very moment that is measured.)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 TOKENS, BEFORE, ROUNDS = 96, 24, 3
 PROMPT = "Tell me a long story about a dog, a river and a bridge. " * 20
+BACK_SECONDS = 120.0
 _DELTA = "response.output_text.delta"
 
 
@@ -55,7 +57,7 @@ def run(
         stack.wait_ready()
         keeper.start()
         with httpx.Client(base_url=stack.config.api_url, timeout=600) as client:
-            found = [_one(client, number, tokens) for number in range(rounds)]
+            found = [_one(client, stack, number, tokens) for number in range(rounds)]
     finally:
         done.set()
         if keeper.is_alive():
@@ -70,7 +72,7 @@ def run(
     }
 
 
-def _one(client: httpx.Client, number: int, tokens: int) -> dict[str, Any]:
+def _one(client: httpx.Client, stack: Stack, number: int, tokens: int) -> dict[str, Any]:
     """One answer that moves after `BEFORE` tokens: its gaps, in seconds."""
     # Each prompt is new from its beginning: a stored one would be continued by the decode node.
     body = {
@@ -81,7 +83,7 @@ def _one(client: httpx.Client, number: int, tokens: int) -> dict[str, Any]:
         "stream": True,
     }
     at: list[float] = []
-    identity, other = "", ""
+    identity, told = "", 0
     with client.stream("POST", "/v1/responses", json=body) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
@@ -92,11 +94,9 @@ def _one(client: httpx.Client, number: int, tokens: int) -> dict[str, Any]:
                 identity = event["response"]["id"]
             if event["type"] == _DELTA:
                 at.append(time.perf_counter())
-                if len(at) == BEFORE:
-                    short = {"input": "Hi", "max_output_tokens": 1, "background": True}
-                    other = client.post("/v1/responses", json=short).json()["id"]
-    while client.get(f"/v1/responses/{other}").json()["status"] in ("queued", "in_progress"):
-        time.sleep(0.02)
+                if len(at) == BEFORE and (pid := stack.supervisor.find("prefill").pid):
+                    os.kill(told := pid, signal.SIGTERM)
+    _wait_back(stack, told)
     handoff = client.get(f"/v1/responses/{identity}").json()["tandem"]["handoff"] or {}
     late = handoff.get("late") or {}
     said = int(late.get("tokens") or 0)
@@ -114,6 +114,18 @@ def _one(client: httpx.Client, number: int, tokens: int) -> dict[str, Any]:
         "wire_s": wire,
         "gap_vs_bound": seam / (2 * step + wire),
     }
+
+
+def _wait_back(stack: Stack, told: int) -> None:
+    """Until another prefill worker is ready."""
+    end = time.monotonic() + BACK_SECONDS
+    while time.monotonic() < end:
+        facts = stack.facts()
+        nodes = [node for node in facts.get("nodes", ()) if node["role"] == "prefill"]
+        if facts.get("ready") and any(node["pid"] != told for node in nodes):
+            return
+        time.sleep(0.05)
+    raise StackFailed(f"the prefill worker was not back within {BACK_SECONDS:.0f} s")
 
 
 def _even() -> Profile:
