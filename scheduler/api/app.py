@@ -76,8 +76,7 @@ def create_app(config: Config) -> FastAPI:
         # What is loaded by now stays: a full collection that walks it would hold up every stream.
         gc.collect()
         gc.freeze()
-        # Nor may a thread that looks at Redis keep the loop waiting for the usual five milliseconds:
-        # that was a third of the slowest events' way.
+        # Nor may a thread that looks at Redis hold up the loop for the usual five milliseconds.
         sys.setswitchinterval(SWITCH_SECONDS)
         yield
         await run_in_threadpool(driver.stop)
