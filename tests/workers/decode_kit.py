@@ -147,10 +147,10 @@ class Node:
 
     def __init__(self, model: Model, tokenizer: Any, path: Path, **sections: Any) -> None:
         store = {"idle_seconds": 0.0, **sections.pop("store", {})}
-        limit = sections.pop("limit", 1 << 30)
+        limit, size = sections.pop("limit", 1 << 30), sections.pop("size", STORE_BYTES)
         self.config = Config(data_dir=path, store=store, **sections)
         self.model = model
-        self.store = Store.open(path / "store", STORE_BYTES)
+        self.store = Store.open(path / "store", size)
         self.memory = Memory(limit)
         self.inbox = Inbox(model.fingerprint, self.memory, 0.0)
         self.lending = Lending(model, self.store, self.memory, 20.0)

@@ -37,7 +37,7 @@ CONVERSATIONS = 10
 def kind(request: pytest.FixtureRequest) -> Model:
     """A model whose state is rows alone, and one that cannot be cut back; small blocks."""
     model = tiny(request.param)
-    model.config["max_position_embeddings"] = 32_768
+    model.context_length = 32_768
     per_block = 48 * model.layout.row_bytes + 1000
     model.__dict__["layout"] = replace(model.layout, value_bytes=per_block)
     assert model.layout.block_tokens in (32, 48)
@@ -48,7 +48,9 @@ class Pair:
     """A prefill node's engine, a decode node, and the link between them."""
 
     def __init__(self, url: str, client: redis.Redis, model: Model, words: Any, path: Path) -> None:
-        self.node = Node(model, words, path)
+        # Ten whole states of the long preamble in memory, and one in the store.
+        room = 16 if LONG > 350 else 1
+        self.node = Node(model, words, path, limit=room << 30, size=room << 27)
         self.receiver = Receiver("127.0.0.1", 0, SECRET, self.node.inbox, 10.0)
         host, port = self.receiver.address
         presented = Presented(
