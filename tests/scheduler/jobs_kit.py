@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -109,3 +110,23 @@ def assert_idle(client: redis.Redis) -> None:
     counts = Jobs(client).counts()
     live = ("queued", "prefilling", "handing_off", "decoding")
     assert not any(counts[status] for status in live), counts
+
+
+def started(url: str, **common: Any) -> Iterator[Callable[..., Worker]]:
+    """Gives what starts workers with the `common` options; kills what is left of them."""
+    workers: list[Worker] = []
+
+    def start(role: str, **options: Any) -> Worker:
+        worker = Worker(role, url, **common, **options)
+        workers.append(worker)
+        return worker
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a child was stopped by a signal since the last look."""
+    done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+    return done == pid and os.WIFSTOPPED(status)

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import redis
-from jobs_kit import Server, Worker, answer, assert_idle, eventually, new_job, oracle
+from jobs_kit import (
+    Server,
+    Worker,
+    answer,
+    assert_idle,
+    eventually,
+    is_stopped,
+    new_job,
+    oracle,
+    started,
+)
 from rq.worker import BaseWorker
 
 from scheduler import events
@@ -50,16 +60,7 @@ def jobs(client: redis.Redis) -> Jobs:
 @pytest.fixture
 def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
     """Starts workers; kills what is left of them afterwards."""
-    workers: list[Worker] = []
-
-    def start(role: str, **options: Any) -> Worker:
-        worker = Worker(role, redis_url, lock_dir=str(tmp_path), **options)
-        workers.append(worker)
-        return worker
-
-    yield start
-    for worker in workers:
-        worker.kill()
+    yield from started(redis_url, lock_dir=str(tmp_path))
 
 
 def reaches(jobs: Jobs, resp: str, *states: Status, seconds: float = 30.0) -> Job:
@@ -146,7 +147,7 @@ def test_frozen_past_its_lease_a_worker_cannot_finish(
     new = new_job(answer=8)
     jobs.accept(new)
     frozen = stack(role, point=point, nth=2 if point == "mid_decode" else 1, act="stop", **options)
-    eventually(lambda: _is_stopped(frozen.process.pid), "it does not freeze")
+    eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     before = jobs.get(new.id)
     # Another machine's worker of the same queue: it must wait for the lease.
     with Worker(role, frozen_url(client), **options):
@@ -162,11 +163,6 @@ def test_frozen_past_its_lease_a_worker_cannot_finish(
 
 def frozen_url(client: redis.Redis) -> str:
     return f"unix://{client.connection_pool.connection_kwargs['path']}"
-
-
-def _is_stopped(pid: int) -> bool:
-    done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-    return done == pid and os.WIFSTOPPED(status)
 
 
 def test_a_job_that_kills_its_worker_each_time_fails_clearly(

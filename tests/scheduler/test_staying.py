@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
+from jobs_kit import answer, assert_idle, eventually, is_stopped, new_job, oracle, started
 
 from scheduler import staying
 from scheduler.jobs import Jobs
@@ -40,16 +40,7 @@ def jobs(client: redis.Redis) -> Jobs:
 
 @pytest.fixture
 def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
-    workers: list[Worker] = []
-
-    def start(role: str, **options: Any) -> Worker:
-        worker = Worker(role, redis_url, lock_dir=str(tmp_path), late=True, **options)
-        workers.append(worker)
-        return worker
-
-    yield start
-    for worker in workers:
-        worker.kill()
+    yield from started(redis_url, lock_dir=str(tmp_path), late=True)
 
 
 def check(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
@@ -176,11 +167,6 @@ def test_frozen_while_an_answer_moves(
     check(client, jobs, more)
     assert jobs.get(new.id).events == job.events
     assert_idle(client)
-
-
-def is_stopped(pid: int) -> bool:
-    done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
-    return done == pid and os.WIFSTOPPED(status)
 
 
 # --- the choice ---------------------------------------------------------------------------------
