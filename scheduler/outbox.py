@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import redis
 
@@ -25,6 +26,18 @@ log = logging.getLogger("tandem.outbox")
 _BATCH = 512
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
+
+
+Numbered = tuple[Execution, int, list[Pending]]
+"""Events of an execution, and the number of the first of them."""
+
+
+def rows_of(numbered: Sequence[Numbered]) -> list[dict[str, Any]]:
+    """What the script that appends takes."""
+    return [
+        append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
+        for e, first, events in numbered
+    ]
 
 
 class Outbox:
@@ -114,13 +127,10 @@ class Outbox:
             execution.log.extend(events)
         return count
 
-    def _send(self, numbered: list[tuple[Execution, int, list[Pending]]]) -> None:
+    def _send(self, numbered: list[Numbered]) -> None:
         if not numbered:
             return
-        rows = [
-            append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
-            for e, first, events in numbered
-        ]
+        rows = rows_of(numbered)
         sending = Meter()
         try:
             with charge(sending):

@@ -84,7 +84,9 @@ class PrefillLoop(LoopWorker):
         super().__init__(url, prefill_queue(), **options)
         self._engine = engine
         self._choice = choice
-        self._outbox = Outbox(connect(url, patience=0))
+        # Only an engine that begins answers has anything to say here.
+        able = choice is not None and getattr(engine, "decodes", False)
+        self._outbox = Outbox(connect(url, patience=0)) if able else None
         self._route = route or (lambda job: decode_queue(job.node))
         self._parked: set[str] = set()
         self._room = threading.BoundedSemaphore(tails)
@@ -92,6 +94,9 @@ class PrefillLoop(LoopWorker):
         self._waiter = connect(url, patience=0)
 
     def _serve(self) -> None:
+        if self._outbox is None:
+            self._take_and_compute()
+            return
         self._outbox.start()
         try:
             self._take_and_compute()
@@ -118,9 +123,8 @@ class PrefillLoop(LoopWorker):
             if job is None:
                 self._room.release()
                 continue
-            execution = Execution(
-                job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
-            )
+            emit = None if self._outbox is None else self._outbox.put
+            execution = Execution(job, _emit=emit, _progress=self._beat_now.set, first=job.events)
             execution.notes.meter.take(taking)
             self._one(execution)
 
@@ -162,8 +166,9 @@ class PrefillLoop(LoopWorker):
             )
             settled = False
             computed = time.monotonic()
-            begun_at = execution.prefilled if stay is not None and stay.began else max(begun_at, 0)
-            self._closers.submit(self._hand_off, execution, tail, begun_at, computed)
+            began = stay is not None and stay.began
+            begun_at = execution.prefilled if began else max(begun_at, 0)
+            self._closers.submit(self._hand_off, execution, tail, begun_at, computed, began)
         except Lost:
             self.drop(execution)
         except Cancelled:
@@ -208,8 +213,7 @@ class PrefillLoop(LoopWorker):
         That is so as well where an earlier run has begun the answer: it is told again there.
         """
         job, choice = execution.job, self._choice
-        able = getattr(self._engine, "decodes", False)
-        if choice is None or not able or job.first_token_at is not None:
+        if choice is None or self._outbox is None or job.first_token_at is not None:
             return None
 
         def check() -> None:
@@ -232,8 +236,13 @@ class PrefillLoop(LoopWorker):
             self._parked = {resp for resp in self._parked if self.runs.is_parked(resp)}
         return len(self._parked) < room
 
-    def _hand_off(self, execution: Execution, tail: Tail, begun_at: int, computed: float) -> None:
-        """On a background thread: finish the transfer, then the stage."""
+    def _hand_off(
+        self, execution: Execution, tail: Tail, begun_at: int, computed: float, began: bool
+    ) -> None:
+        """On a background thread: finish the transfer, then the stage.
+
+        `began`: some of the answer may have been said here.
+        """
         job, prefilled, notes = execution.job, execution.prefilled, execution.notes
         try:
             notes.add("settle", computed, time.monotonic())
@@ -248,7 +257,8 @@ class PrefillLoop(LoopWorker):
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
                 notes.fork("link", "none", facts["error"])
             with notes.stage("written"):
-                self._wait_written(execution)
+                if began:
+                    self._wait_written(execution)
                 queue = self._route(job)
             self.settle(
                 execution,
@@ -263,6 +273,7 @@ class PrefillLoop(LoopWorker):
 
     def _wait_written(self, execution: Execution) -> None:
         """Wait until what was said here is in the log: the decode node goes on from the log."""
+        assert self._outbox is not None, "an answer is begun only where there is an outbox"
         written = threading.Event()
         self._outbox.then(execution, written.set)
         while not written.wait(0.5) and not self.out_of_time:

@@ -12,14 +12,14 @@ import redis
 
 from engine.errors import ModelError
 from scheduler.config import Config
-from scheduler.execution import Execution, Finished, Pending
+from scheduler.execution import Execution, Finished
 from scheduler.host.scratch_redis import scratch_redis
 from scheduler.jobs import Jobs
 from scheduler.ledger.notes import Notes
-from scheduler.outbox import Outbox
+from scheduler.outbox import Numbered, Outbox, rows_of
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
-from scheduler.runs import Runs, append_row, append_rows
+from scheduler.runs import Runs, append_rows
 from store.store import Store
 from store.taken import taken
 from worker_decode.engine import Engine
@@ -159,10 +159,6 @@ class _Bare(Engine):
 class _BareOutbox(Outbox):
     """An outbox that counts nothing."""
 
-    def _send(self, numbered: list[tuple[Execution, int, list[Pending]]]) -> None:
-        rows = [
-            append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
-            for e, first, events in numbered
-        ]
-        if rows:
-            append_rows(self._client, rows)
+    def _send(self, numbered: list[Numbered]) -> None:
+        if numbered:
+            append_rows(self._client, rows_of(numbered))
