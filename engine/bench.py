@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 from store.taken import taken
 
 if TYPE_CHECKING:
@@ -62,8 +60,7 @@ def _run(arguments: argparse.Namespace, measure: Callable[[Model, float], dict[s
         device = prepare()
         from engine.model import load
 
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-        path = resolve(arguments.model, models)
+        path = resolve(arguments.model, models_dir())
         found = measure(load(path, device), arguments.seconds)
     except ModelError as error:
         print(f"bench: {error}", file=sys.stderr)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 from store.taken import taken
 
 if TYPE_CHECKING:
@@ -46,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         device = prepare()
         from engine.model import load
 
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-        path = resolve(arguments.model, models)
+        path = resolve(arguments.model, models_dir())
         found = measure(
             load(path, device), arguments.drafter, max(8, arguments.tokens), arguments.rounds
         )

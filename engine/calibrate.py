@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -49,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         from engine.model import load
         from engine.profile import record
 
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-        model = load(resolve(arguments.model, models), device)
+        model = load(resolve(arguments.model, models_dir()), device)
         show = (lambda line: None) if arguments.json else print
         profile = measure(model, *PLANS[device.kind], say=show)
         path = record(model.path, profile)

@@ -10,6 +10,7 @@ from mlx_vlm.speculative.cache_state import start_speculative_cache
 
 from engine.errors import ModelError
 from engine.names import SEEN
+from engine.sampling import number
 
 if TYPE_CHECKING:
     from engine.model import Caches, Model
@@ -60,7 +61,7 @@ class ModelDrafter:
         found: list[int] = []
         token = self._behind[0]
         for _ in range(count):
-            token = int(_number(mx.argmax(self._feed([token])[0, -1])))
+            token = int(number(mx.argmax(self._feed([token])[0, -1])))
             found.append(token)
         return found
 
@@ -89,8 +90,3 @@ class ModelDrafter:
     def _feed(self, tokens: Sequence[int]) -> Any:
         ids = mx.array([list(tokens)], dtype=mx.int32)
         return self._draft.forward(ids, self._caches, [0])
-
-
-def _number(value: mx.array) -> float:
-    found: Any = value.item()
-    return float(found)

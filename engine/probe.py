@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from engine.merged import NotMergeableError, merge
+from engine.sampling import number
 from store.codec.header import CodecError
 
 if TYPE_CHECKING:
@@ -160,8 +161,8 @@ def probe(model: Model) -> Batching:
 def largest(pairs: Sequence[tuple[mx.array, mx.array]]) -> tuple[float, float]:
     """The largest difference within the pairs of logits, and the widest range of the first ones."""
     wide = [(a.astype(mx.float32), b.astype(mx.float32)) for a, b in pairs]
-    noise = max(_number(mx.max(mx.abs(a - b))) for a, b in wide)
-    return noise, max(_number(mx.max(a) - mx.min(a)) for a, _ in wide)
+    noise = max(number(mx.max(mx.abs(a - b))) for a, b in wide)
+    return noise, max(number(mx.max(a) - mx.min(a)) for a, _ in wide)
 
 
 def _step(model: Model, caches: Caches, tokens: Sequence[int]) -> mx.array:
@@ -180,8 +181,3 @@ def token_ids(model: Model, length: int, seed: int) -> list[int]:
         state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
         ids.append((state >> 33) % model.vocab_size)
     return ids
-
-
-def _number(value: mx.array) -> float:
-    found: Any = value.item()
-    return float(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 
 if TYPE_CHECKING:
     from engine.model import Model
@@ -62,9 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         device = prepare()
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
         if not arguments.components:
-            return _recorded(resolve(arguments.model, models), device, arguments.json)
+            return _recorded(resolve(arguments.model, models_dir()), device, arguments.json)
         shaped: dict[str, Any] = {}
         factors: dict[int, float] = {}
         if arguments.shapes is not None:
@@ -76,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             from engine.model import load
 
-            path = resolve(arguments.model, models)
+            path = resolve(arguments.model, models_dir())
             model, name = load(path, device), path.name
         found = measure(
             model, arguments.chunk, arguments.context, arguments.width,

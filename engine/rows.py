@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import mlx.core as mx
 
@@ -15,7 +15,7 @@ from engine.images import Embedded
 from engine.model import Caches, Model
 from engine.names import SEEN
 from engine.prefill import append_schedule, expand_schedule, plan
-from engine.sampling import SamplingParams, Top, sample, top_tokens
+from engine.sampling import SamplingParams, Top, number, sample, top_tokens
 from engine.text import TextStream
 
 Finish = Literal["stop", "length", "cancelled", "error"]
@@ -212,7 +212,7 @@ class Active:
                 return None
             event.token, event.text = None, ""
         elif logprobs is not None and self.params.top_logprobs >= 0:
-            event.logprob = _number(logprobs[token])
+            event.logprob = number(logprobs[token])
             event.top = top_tokens(logprobs, self.params.top_logprobs)
         return event
 
@@ -266,8 +266,3 @@ def line_of(error: Exception) -> str:
     """The first line of an error, or its kind."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _number(value: mx.array) -> float:
-    found: Any = value.item()
-    return float(found)

@@ -190,3 +190,9 @@ def _ints(values: mx.array) -> list[int]:
 def _floats(values: mx.array) -> list[float]:
     found: Any = values.tolist()
     return [float(value) for value in found]
+
+
+def number(value: mx.array) -> float:
+    """A scalar array's value; evaluates it."""
+    found: Any = value.item()
+    return float(found)

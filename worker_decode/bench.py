@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 from store.taken import taken
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         device = prepare()
         from engine.model import load
 
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-        path = resolve(arguments.model, models)
+        path = resolve(arguments.model, models_dir())
         with tempfile.TemporaryDirectory(prefix="tandem-bench-") as work:
             found = measure(
                 load(path, device), Path(work), arguments.tokens, max(2, arguments.new),

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 from scheduler.host.redis_server import RedisUnavailable
 
 SECONDS = 10.0
@@ -47,8 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         from engine.text import load_tokenizer
         from worker_decode.bench_sides import measure
 
-        models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-        path = resolve(arguments.model, models)
+        path = resolve(arguments.model, models_dir())
         with tempfile.TemporaryDirectory(prefix="tandem-bench-") as work:
             found = measure(load(path, device), load_tokenizer(path), Path(work), arguments.seconds)
     except (ModelError, RedisUnavailable) as error:

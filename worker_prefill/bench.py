@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, resolve
+from engine.library import DEFAULT_MODEL, models_dir, resolve
 from scheduler.config import Config
 from scheduler.host.stack import Stack, StackFailed, free_port
 
@@ -171,10 +171,11 @@ def register(subparsers: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    models = Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
     try:
         with tempfile.TemporaryDirectory(prefix="tandem-seam-") as folder:
-            found = run(resolve(arguments.model, models), Path(folder), max(1, arguments.rounds))
+            found = run(
+                resolve(arguments.model, models_dir()), Path(folder), max(1, arguments.rounds)
+            )
     except (ModelError, StackFailed, httpx.HTTPError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
