@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.bench import history
-from scheduler.config import load
-from scheduler.host import data_dir
+from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.record import JobError
 
 #: No benchmark takes so long; one that hangs must not hang the others.
@@ -39,9 +38,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
         help=f"where runs are kept and compared (default: {history.FILE} in the data directory)",
     )  # fmt: skip
     parser.add_argument("--no-history", action="store_true", help="neither compare nor keep")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    config_flags(parser)
+    json_flag(parser)
 
 
 def run(args: argparse.Namespace, benches: Mapping[str, argparse.ArgumentParser]) -> int:
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace, benches: Mapping[str, argparse.ArgumentParser]
         return 2
     kept = None if args.no_history else args.history
     if kept is None and not args.no_history:
-        kept = load(args.config, {"data_dir": args.data}).data_dir / history.FILE
+        kept = config_of(args).data_dir / history.FILE
     before = history.last(kept) if kept is not None else {}
     console = Console(stderr=True, highlight=False)
     results: dict[str, dict[str, Any]] = {}

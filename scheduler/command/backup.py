@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from scheduler.config import load
+from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.host import backup, data_dir
 
 _BACKUP = """\
@@ -33,9 +32,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             name, help=text[0], description=text[1], formatter_class=raw,
         )  # fmt: skip
         parser.add_argument("directory", type=data_dir.directory, metavar="DIR")
-        parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-        parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="where it lies")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        config_flags(parser)
+        json_flag(parser)
         parser.set_defaults(run=run)
         if name == "restore":
             parser.add_argument(
@@ -45,7 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run_backup(args: argparse.Namespace) -> int:
     """Make a backup and say what is in it."""
-    config = load(args.config, {"data_dir": args.data})
+    config = config_of(args)
     target = args.directory.expanduser().absolute()
     found = backup.backup(config, target, _say)
     size = sum(size for size, _ in found["files"].values())
@@ -59,7 +57,7 @@ def run_backup(args: argparse.Namespace) -> int:
 
 def run_restore(args: argparse.Namespace) -> int:
     """Put a backup back."""
-    config = load(args.config, {"data_dir": args.data})
+    config = config_of(args)
     source = args.directory.expanduser().absolute()
     found = backup.restore(config, source, _say, replace=args.replace)
     if args.json:

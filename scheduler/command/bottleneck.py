@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.config import Config, load
-from scheduler.host import data_dir
+from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.config import Config
 from scheduler.nodes import Nodes
 from scheduler.record import JobError
 from scheduler.redis_client import connect
@@ -51,12 +51,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_BOTTLENECK,
         formatter_class=raw,
     )
-    _stack_flags(parser)
+    config_flags(parser)
     parser.add_argument("--window", default="1h", type=seconds, metavar="TIME", help="90s, 10m, 1h")
     parser.add_argument("--history", type=Path, metavar="FILE", help="an exported history instead")
     parser.add_argument("--prefill-profile", metavar="FILE", help="rates of the prefill nodes")
     parser.add_argument("--decode-profile", metavar="FILE", help="rates of the decode nodes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    json_flag(parser)
     parser.set_defaults(run=run_bottleneck)
 
     parser = subparsers.add_parser(
@@ -65,13 +65,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("action", choices=("export",))
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--window", type=seconds, metavar="TIME", help="only the last 10m, 1h, 7d")
-    _stack_flags(parser)
+    config_flags(parser)
     parser.set_defaults(run=run_history)
-
-
-def _stack_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
 
 
 def seconds(text: str) -> float:
@@ -84,7 +79,7 @@ def seconds(text: str) -> float:
 
 def run_history(args: argparse.Namespace) -> int:
     """Export the history of the configured stack."""
-    config = load(args.config, {"data_dir": args.data})
+    config = config_of(args)
     with connect(config.redis_url) as client:
         pasts = history.collect(client, args.window)
     count = history.write(args.file, pasts)
@@ -104,7 +99,7 @@ def run_bottleneck(args: argparse.Namespace) -> int:
 
 def window_of(args: argparse.Namespace) -> bottleneck.Window:
     """What was recorded, the nodes that are registered, and the profiles that are known."""
-    config = load(args.config, {"data_dir": args.data})
+    config = config_of(args)
     nodes = {"prefill": 0, "decode": 0}
     slots = 0
     if args.history:

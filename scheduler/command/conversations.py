@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.command.client import Client, ClientError
-from scheduler.command.jobs import age, client_flags, client_for, print_json, run_show
+from scheduler.command.flags import client_flags, client_of
+from scheduler.command.printing import age, print_json
+from scheduler.command.show import run_show
 
 TITLE = "title"
 """The metadata key under which a conversation's name is kept."""
@@ -76,7 +78,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run_list(args: argparse.Namespace) -> int:
     """List conversations, newest first."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         found = client.conversations(args.limit)
     if args.json:
         return print_json({"object": "list", "data": found})
@@ -100,7 +102,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_rename(args: argparse.Namespace) -> int:
     """Set or remove a conversation's title."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         metadata = dict(_conversation(args, client)["metadata"])
         metadata.pop(TITLE, None)
         if args.title:
@@ -116,7 +118,7 @@ def run_show_one(args: argparse.Namespace) -> int:
 
 def run_fork(args: argparse.Namespace) -> int:
     """Fork a conversation; print the new one's ID."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         _conversation(args, client)
         made = client.fork_conversation(args.id, args.at)
     if args.json:
@@ -128,7 +130,7 @@ def run_fork(args: argparse.Namespace) -> int:
 def run_export(args: argparse.Namespace) -> int:
     """Export a conversation to a new file, for its user alone."""
     partial = args.file.with_name(f".{args.file.name}.part")
-    with client_for(args) as client:
+    with client_of(args) as client:
         _conversation(args, client)
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -147,7 +149,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 def run_import(args: argparse.Namespace) -> int:
     """Import a conversation from a file, with a bar where somebody looks on."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         try:
             quiet = not sys.stderr.isatty()
             console = Console(stderr=True)
@@ -177,7 +179,7 @@ def run_unpin(args: argparse.Namespace) -> int:
 
 def run_delete(args: argparse.Namespace) -> int:
     """Delete a conversation, after asking where somebody can be asked."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         turns = _conversation(args, client)["tandem"]["turns"]
         if not args.yes:
             if not sys.stdin.isatty():
@@ -189,7 +191,7 @@ def run_delete(args: argparse.Namespace) -> int:
 
 
 def _pin(args: argparse.Namespace, pinned: bool) -> int:
-    with client_for(args) as client:
+    with client_of(args) as client:
         return _tell(args, client.update_conversation(args.id, pinned=pinned))
 
 

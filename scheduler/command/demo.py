@@ -17,9 +17,10 @@ from rich.console import Console
 
 from scheduler.command.demo_run import Demo
 from scheduler.command.demo_table import show
+from scheduler.command.flags import MODEL, config_flags
 from scheduler.config import Config, ConfigError, load
 from scheduler.host.stack import StackFailed, free_port
-from scheduler.host.up import add_config_flags, fetch_model
+from scheduler.host.up import fetch_model
 
 _HELP = """\
 Shows Tandem's main job and checks it. Starts a private stack in a temporary directory, submits a
@@ -40,7 +41,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_config_flags(parser)
+    config_flags(parser, model=MODEL)
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
     parser.add_argument("--keep", action="store_true", help="leave the stack running until Ctrl-C")
     parser.add_argument("--tokens", type=int, default=64, help="length of each answer (64)")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from scheduler.config import find_model, load
+from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.config import find_model
 from scheduler.doctor.finding import Check
 from scheduler.doctor.run import counts, examine
-from scheduler.host import data_dir
 
 _TEXT = """\
 Look at this machine, its peer, Redis and the store, and say what is wrong and how to put it right.
@@ -31,17 +30,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
-    parser.add_argument("--model", metavar="NAME", help="another model than the configured one")
+    config_flags(parser, model="another model than the configured one")
     parser.add_argument("--all", action="store_true", help="show what was skipped, too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    json_flag(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine and print; 1 where a check fails."""
-    config = load(args.config, {"data_dir": args.data, "model": args.model})
+    config = config_of(args, model=args.model)
     checks = examine(config, find_model(config))
     number = counts(checks)
     if args.json:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scheduler.command.client import Client, ClientError
-from scheduler.command.jobs import client_flags, client_for, print_json
+from scheduler.command.flags import client_flags, client_of
+from scheduler.command.printing import print_json
 from scheduler.ledger.drawing import GAP, cells, colour, lanes_of, length, svg
 
 _TEXT = """\
@@ -44,7 +45,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Explain one response."""
-    with client_for(args) as client:
+    with client_of(args) as client:
         ledger = fetch(client, args.id)
     if args.svg is not None:
         try:

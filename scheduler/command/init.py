@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import cast, get_args
 
+from scheduler.command.flags import config_flags, json_flag
 from scheduler.config import DEFAULT_MODEL, ConfigError, default_data_dir, load
 from scheduler.host import data_dir, setup
 from scheduler.passwords import write_private
@@ -47,13 +48,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--name", metavar="NODE", help="name of this machine (local, prefill)")
     parser.add_argument("--port", type=int, default=0, help="port of Redis (6379)")
     parser.add_argument("--api", metavar="ADDRESS", help="let others use the API; makes a token")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="file to write")
+    config_flags(parser, config="file to write (tandem.toml in the data directory)")
     parser.add_argument("--force", action="store_true", help="replace an earlier tandem.toml")
     parser.add_argument(
         "--show-join", action="store_true", help="print the join string again and write nothing"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    json_flag(parser)
     parser.set_defaults(run=run)
 
 

@@ -24,8 +24,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from scheduler.config import Config, ConfigError, find_model, load
-from scheduler.host import data_dir
+from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.config import Config, ConfigError, find_model
 from scheduler.host.agent import ANSWER_SECONDS, SWITCH, Machine
 from scheduler.record import LIVE
 from scheduler.redis_client import connect
@@ -63,9 +63,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("use", "drain, then serve another model on both machines", run_use),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-        command.add_argument("--data", type=data_dir.directory, metavar="DIR", help="where it lies")
-        command.add_argument("--json", action="store_true", help="print one JSON object")
+        config_flags(command)
+        json_flag(command)
         command.set_defaults(run=run)
         if name != "list":
             command.add_argument("model", metavar="NAME")
@@ -82,7 +81,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run_list(args: argparse.Namespace) -> int:
     """Models here and on the other machine."""
-    config = _config(args)
+    config = config_of(args)
     found = {config.node: listing(config.models_dir)}
     try:
         with _peer(config) as (machine, client):
@@ -104,7 +103,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_push(args: argparse.Namespace) -> int:
     """Bring a directory to the other machine."""
-    config = _config(args)
+    config = config_of(args)
     directory = _directory(config, args.model)
     name = args.to or directory.name
     if not NAME.fullmatch(name):
@@ -120,7 +119,7 @@ def run_push(args: argparse.Namespace) -> int:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Read and compare; 1 where anything differs."""
-    config = _config(args)
+    config = config_of(args)
     directory = _directory(config, args.model)
     with _bar(args.json) as report:
         mine, problems = verify(directory, lambda done, total: report("verifying", done, total))
@@ -140,7 +139,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_use(args: argparse.Namespace) -> int:
     """Ask both machines, drain, switch, wait until both serve it."""
-    config = _config(args)
+    config = config_of(args)
     with _redis(config) as client:
         machines = Machine.all(client)
         if not machines:
@@ -218,10 +217,6 @@ def _until(
         if time.monotonic() > end:
             raise ConfigError(failure)
         time.sleep(0.3)
-
-
-def _config(args: argparse.Namespace) -> Config:
-    return load(args.config, {"data_dir": args.data})
 
 
 def _directory(config: Config, name: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,8 +11,9 @@ from rich.table import Table
 
 from scheduler import owners
 from scheduler.audit import Audit
-from scheduler.command.jobs import print_json
-from scheduler.config import Config, load
+from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.printing import print_json
+from scheduler.config import Config
 from scheduler.host import data_dir
 
 _TEXT = """\
@@ -63,13 +63,12 @@ def _action(actions: Any, name: str, summary: str, run: Any) -> argparse.Argumen
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    config_flags(parser)
+    json_flag(parser)
 
 
 def _config(args: argparse.Namespace) -> Config:
-    config = load(args.config, {"data_dir": args.data})
+    config = config_of(args)
     data_dir.make_usable(config.data_dir)
     return config
 

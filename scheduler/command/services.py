@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scheduler.config import Config, ConfigError, find_file, load
+from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.config import Config, ConfigError, find_file
 from scheduler.host import data_dir, logs, service
 from scheduler.passwords import write_private
 
@@ -44,17 +45,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ("logs", "show or follow the logs", show_logs),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to use")
-        command.add_argument(
-            "--data", type=data_dir.directory, metavar="DIR", help="data directory"
-        )
+        config_flags(command)
         command.set_defaults(run=run)
         if name == "install":
             command.add_argument("--no-start", action="store_true", help="only write the file")
             command.add_argument("--system", action="store_true", help="a launchd daemon (macOS)")
             command.add_argument("--output", type=Path, metavar="FILE", help="write it there")
         if name == "status":
-            command.add_argument("--json", action="store_true", help="print one JSON object")
+            json_flag(command)
         if name == "logs":
             command.add_argument("name", nargs="?", help="service, redis, api, prefill or decode")
             command.add_argument("-n", "--lines", type=int, default=20)
@@ -156,7 +154,7 @@ def show_logs(args: argparse.Namespace) -> int:
 
 
 def _configuration(args: argparse.Namespace) -> tuple[Config, Path | None]:
-    return load(args.config, {"data_dir": args.data}), find_file(args.config, args.data)
+    return config_of(args), find_file(args.config, args.data)
 
 
 def _ask(command: list[str]) -> str:

@@ -6,20 +6,13 @@ import argparse
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from scheduler.config import (
-    Config,
-    ConfigError,
-    find_file,
-    find_model,
-    load,
-    resolved_environment,
-)
+from scheduler.command.flags import MODEL, config_flags, config_of
+from scheduler.config import Config, ConfigError, find_file, find_model, resolved_environment
 from scheduler.formats import settle
 from scheduler.host import data_dir, model_files, redis_server
 from scheduler.host.agent import Agent
@@ -54,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     up = subparsers.add_parser(
         "up", help="run a whole stack here", description=_UP, formatter_class=raw
     )
-    add_config_flags(up)
+    config_flags(up, model=MODEL)
     up.add_argument("--port", type=int, help="port of the API (8420)")
     up.add_argument(
         "--only", metavar="ROLES", help="of api, prefill and decode, with commas (roles)"
@@ -64,26 +57,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "worker", help="run one worker here", description=_WORKER, formatter_class=raw
     )
     worker.add_argument("role", choices=("prefill", "decode"))
-    add_config_flags(worker)
+    config_flags(worker, model=MODEL)
     worker.set_defaults(run=run_worker)
-
-
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that every role understands."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="tandem.toml to read")
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help="data directory")
-    parser.add_argument("--model", metavar="NAME", help="model: a name, hub name or directory")
-
-
-def config_from(args: argparse.Namespace, **more: Any) -> Config:
-    """The configuration that these flags ask for. Raises ConfigError."""
-    flags = {"data_dir": args.data, "model": args.model, **more}
-    return load(args.config, flags)
 
 
 def run_up(args: argparse.Namespace) -> int:
     """Run a stack until told to stop. Exit status 0 after a clean stop, 1 after a failure."""
-    config = config_from(args, **{"api.port": args.port})
+    config = config_of(args, **{"model": args.model, "api.port": args.port})
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -150,7 +130,7 @@ def chosen_roles(only: str | None, config: Config) -> frozenset[str]:
 
 def run_worker(args: argparse.Namespace) -> int:
     """Become the worker process; does not return."""
-    config = config_from(args)
+    config = config_of(args, model=args.model)
     data_dir.prepare(config)
     try:
         redis_server.probe(config.redis_url, REDIS_SECONDS)

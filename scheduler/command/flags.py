@@ -1,0 +1,54 @@
+"""The flags that commands share, and what they name: a configuration, and the API it describes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from scheduler.command.client import URL, Client
+from scheduler.config import Config, load
+from scheduler.host import data_dir
+
+#: Help of `--model` where it names what is served.
+MODEL = "model: a name, hub name or directory"
+_CONFIG = "tandem.toml to read (TANDEM_CONFIG, ./tandem.toml, or the data directory's)"
+_DATA = "data directory (TANDEM_DATA, or the platform's; see the README)"
+
+
+def config_flags(
+    parser: argparse.ArgumentParser, *, model: str = "", config: str = _CONFIG
+) -> None:
+    """Add `--config` and `--data`, and with a help text `model` also `--model`.
+
+    `config` is the help of `--config`, for a command that does not read the file.
+    """
+    parser.add_argument("--config", type=Path, metavar="FILE", help=config)
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help=_DATA)
+    if model:
+        parser.add_argument("--model", metavar="NAME", help=model)
+
+
+def json_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def client_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command that speaks to the API."""
+    parser.add_argument("--url", help=f"the API ({URL}, or the configuration's address)")
+    config_flags(parser)
+    json_flag(parser)
+
+
+def config_of(args: argparse.Namespace, **more: Any) -> Config:
+    """The configuration that the flags of `config_flags` name; `more` holds further keys.
+
+    Raises ConfigError.
+    """
+    return load(args.config, {"data_dir": args.data, **more})
+
+
+def client_of(args: argparse.Namespace) -> Client:
+    """The API that the flags of `client_flags` name. Raises ConfigError and ClientError."""
+    return Client.of(config_of(args), args.url)
