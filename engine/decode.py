@@ -171,7 +171,7 @@ class Batch:
         self.model.forward(tokens, row.caches, [row.rope_delta], logits=False, arguments=arguments)
         evaluate(row.caches)
         row.fed(length)
-        if row.reached is not None and len(row.ids) == row.cut:
+        if row.reached is not None and len(row.ids) in row.cuts:
             row.reached(row.caches, list(row.ids), [list(entry) for entry in row.schedule])
 
     def _decode(self, ready: list[Active]) -> list[Event]:

@@ -34,9 +34,9 @@ class Row:
     model's position offset, `text` turns tokens into text and finds stop strings. `lengths` are
     the forwards that feed all pending tokens but the last (empty: the default plan); recorded ones
     make a state again exactly as it was made. `grammar` says which tokens may come. `reached` is
-    called with the caches, the tokens in them and their schedule once they hold `cut` tokens, if
-    one of the forwards ends there; it may copy them. `embedded` has the features of the images
-    among the pending tokens; `rope_delta` is then the one after them.
+    called with the caches, the tokens in them and their schedule whenever they hold as many tokens
+    as one of `cuts` says, if a forward ends there; it may copy them. `embedded` has the features of
+    the images among the pending tokens; `rope_delta` is then the one after them.
     """
 
     caches: Caches
@@ -51,7 +51,7 @@ class Row:
     lengths: Sequence[int] = ()
     grammar: Grammar | None = None
     embedded: Embedded | None = None
-    cut: int = 0
+    cuts: Sequence[int] = ()
     reached: Callable[[Caches, list[int], list[list[int]]], None] | None = None
 
     def check(self, model: Model) -> None:
@@ -121,7 +121,7 @@ class Active:
         self.forced = list(row.emitted)
         self.forced.reverse()
         self.grammar = row.grammar
-        self.cut, self.reached = row.cut, row.reached
+        self.cuts, self.reached = row.cuts, row.reached
         self.embedded = row.embedded
         self.rope_delta = row.rope_delta if row.embedded is None else row.embedded.rope_delta
         self.schedule: list[list[int]] = []

@@ -193,6 +193,10 @@ class StoreConfig(Section):
     daily_gb: Annotated[float, Field(ge=0, le=1048576)] = Field(
         0.0, description="written per day before large snapshots are not saved; 0 for no limit"
     )
+    snapshots: Annotated[int, Field(ge=0, le=64)] = Field(
+        4,
+        description="states stored inside one prompt beside its preamble's, for edits and branches",
+    )
     rpc_host: str = Field(
         "", description="address where an API on another machine asks the store; empty: none may"
     )

@@ -2,8 +2,8 @@
 
 Pages freed by one commit can be used from the commit after the next, so room is never made inside
 the transaction that needs it. Only states go; turns, token ids and messages stay. First go states
-that a later stored state continues, then those that are least worth their bytes (`store.reuse`),
-last the ends of preambles that several stored conversations begin with.
+that only an edited, repeated or branched turn would go back to, then those that are least worth
+their bytes (`store.reuse`), last the ends of preambles that several conversations begin with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 from store.conversations import Conversations
 from store.environment import Environment, Txn
 from store.errors import StoreFull
-from store.reuse import Reuse, class_of
+from store.reuse import Reuse, class_of, going_back
 from store.states import Pins, States
 
 log = logging.getLogger(__name__)
@@ -89,11 +89,12 @@ class Evictor:
         return count
 
     def ranked(self, txn: Txn, turns: Iterable[str]) -> Iterator[tuple[bool, float, float, str]]:
-        """(has no continuation, worth, last use, turn) of those states of `turns` that may go.
+        """(ends a conversation, worth, last use, turn) of those states of `turns` that may go.
 
         States of another model than the one that is served come before all others, then those
-        that a later stored state continues: only a branch or a repeated turn would use them
-        again, and their rows stay as long as the later state shares them.
+        that a later stored state continues, and those inside a prompt: only an edit, a branch or a
+        repeated turn would use them again, and their rows stay as long as a later state shares
+        them. Of these go first the ones that save the least compute per byte and time unused.
         """
         now = time.time()
         for turn in turns:
@@ -106,10 +107,13 @@ class Evictor:
             if state.named and self._states.followers(txn, state) > 1:
                 yield True, math.inf, state.used, turn
                 continue
-            leaf = not state.continued
+            if state.continued or state.inside:
+                worth = going_back(state.tokens, state.new, now - state.used, state.own)
+                yield False, worth, state.used, turn
+                continue
             kind = class_of(state.depth, state.new)
             worth = self.reuse.worth(kind, now - state.used, state.tokens, state.own)
-            yield leaf, worth if leaf else 0.0, state.used, turn
+            yield True, worth, state.used, turn
 
     def _is_pinned(self, txn: Txn, conversation: str) -> bool:
         record = self._conversations.get(txn, conversation) if conversation else None

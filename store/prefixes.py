@@ -1,10 +1,11 @@
 """The longest stored beginning of a prompt, found by its token ids.
 
 Two things can be gone on from. A state stands at one position, and any prompt of its owner that
-begins with its tokens may use it: the end of a shared preamble, of another conversation, of a
-branch. And where a model's state is rows alone, so that it can be cut anywhere, any position at
-which one of the recorded forwards ended: rows depend on the lengths of the forwards that made them,
-and only there do the same forwards give the same bits again.
+begins with its tokens may use it: the end of a shared preamble, a place inside a prompt at which
+one was kept, the end of another conversation, of a branch. And where a model's state is rows
+alone, so that it can be cut anywhere, any position at which one of the recorded forwards ended:
+rows depend on the lengths of the forwards that made them, and only there do the same forwards give
+the same bits again.
 
 `snap` lists states by (owner's tag, chain at the start of their last block, tokens, chain, name),
 `index` the blocks by (tag, chain). A lookup computes the chain of the prompt, longest first; what
@@ -22,7 +23,7 @@ from store.blocks import ROOT, Blocks, Record
 from store.codec.chain import Chain
 from store.codec.header import parse, root
 from store.environment import Environment, Txn
-from store.states import NAMED, State, States
+from store.states import INSIDE, PREAMBLE, State, States
 
 LEAST_TOKENS = 16
 """A shorter beginning is computed sooner than it is read."""
@@ -49,9 +50,10 @@ class Served:
     rows_alone: bool = False
 
 
-def state_name(tag: bytes, chain: bytes) -> str:
-    """The name of a state that belongs to no turn, from its owner and the chain at its end."""
-    return f"{NAMED}{tag.hex()}{chain.hex()}"
+def state_name(tag: bytes, chain: bytes, *, inside: bool = False) -> str:
+    """The name of a state that belongs to no turn, from its owner and the chain at its end:
+    `inside` a conversation's prompt, or at the end of a preamble."""
+    return f"{INSIDE if inside else PREAMBLE}{tag.hex()}{chain.hex()}"
 
 
 class Prefixes:

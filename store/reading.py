@@ -10,7 +10,7 @@ from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.loading import Buffers, StateReader
 from store.prefixes import Prefix, Prefixes, Served
-from store.states import Pins, State, StateRef, States
+from store.states import INSIDE, Pins, State, StateRef, States
 from store.turns import Turns, pack_ids
 
 
@@ -37,6 +37,7 @@ class Reading:
         self._prefixes = Prefixes(environment, blocks, states)
         self.served = Served(b"")
         self.prefix_hits = 0
+        self.inside_hits = 0
 
     def state(self, turn_id: str, fingerprint: bytes, buffers: Buffers) -> StateReader | None:
         """See `store.store.Store.load_state`."""
@@ -70,6 +71,7 @@ class Reading:
         self.prefix_hits += 1
         if prefix.name:
             self._touch(prefix.name)
+            self.inside_hits += prefix.name.startswith(INSIDE)
         return reader
 
     def _of_state(self, txn: Txn, state: State, ids: bytes, buffers: Buffers) -> StateReader:

@@ -23,6 +23,8 @@ MAX_DEPTH = 5
 ATTENTION_TOKENS = 100_000
 """Length at which the quadratic part of a prefill's cost equals half of its linear part."""
 MAX_OPEN = 50_000
+BACK_SECONDS = 60.0
+"""Added to the time that a state was not used which is only gone back to."""
 REFRESH = 200
 _STARTS = [FIRST_SECONDS * GROWTH**step for step in range(STEPS - 1)]
 _EDGES = [0.0] + [FIRST_SECONDS * GROWTH**step for step in range(STEPS)]
@@ -45,6 +47,13 @@ def step_of(age: float) -> int:
 def cost(tokens: int) -> float:
     """Compute of a prefill of `tokens` tokens, in tokens of a short one."""
     return tokens * (1 + tokens / (2 * ATTENTION_TOKENS))
+
+
+def going_back(tokens: int, new: int, age: float, nbytes: int) -> float:
+    """What keeping a state is worth per byte that only an edit, a branch or a repeated turn would
+    use: the compute of its last `new` tokens, over the time it was not used."""
+    gain = cost(tokens) - cost(max(0, tokens - new))
+    return gain / max(nbytes, 1) / (max(age, 0.0) + BACK_SECONDS)
 
 
 class Reuse:

@@ -1,7 +1,8 @@
 """States: which blocks and which snapshot a turn's cache consists of, and when it was last used.
 
-A state that belongs to no turn, such as the end of a preamble that conversations share, bears a
-name of its own (beginning with NAMED) instead of a turn's id, and no conversation.
+A state that belongs to no turn bears a name of its own instead of a turn's id. That of a preamble,
+which conversations share, begins with PREAMBLE, and it has no conversation; that of a place inside
+a conversation's prompt, from which an edited or repeated message goes on, begins with INSIDE.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from store.blocks import Blocks
 from store.environment import Environment, Txn
 from store.turns import check_id
 
-NAMED = "pre_"
+PREAMBLE = "pre_"
+INSIDE = "cut_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class State:
     """Payload bytes that the save added, roughly what dropping the state frees."""
     depth: int
     new: int
-    """New input tokens of the turn; with `depth` its class for `store.reuse`."""
+    """New input tokens of the turn; with `depth` its class for `store.reuse`. Of a state inside a
+    prompt: its tokens beyond the nearest one before."""
     tag: bytes
     chain: bytes
     anchor: bytes
@@ -53,7 +56,12 @@ class State:
     @property
     def named(self) -> bool:
         """Whether it belongs to no turn."""
-        return self.turn.startswith(NAMED)
+        return self.turn.startswith((PREAMBLE, INSIDE))
+
+    @property
+    def inside(self) -> bool:
+        """Whether it stands inside a conversation's prompt."""
+        return self.turn.startswith(INSIDE)
 
     def pack(self) -> bytes:
         """The form stored in `state`."""
@@ -197,6 +205,16 @@ class States:
             state = self.get(txn, bytes(key[len(tag) + 40 :]).decode())
             if state is not None:
                 yield state
+
+    def named(self, txn: Txn, prefix: str) -> Iterator[State]:
+        """All states whose names begin with PREAMBLE, or with INSIDE."""
+        cursor = txn.cursor(db=self._environment.state)
+        if not cursor.set_range(prefix.encode()):
+            return
+        for key, value in cursor:
+            if not bytes(key).startswith(prefix.encode()):
+                return
+            yield State(**msgpack.unpackb(value))
 
     def followers(self, txn: Txn, state: State) -> int:
         """How many blocks and other states go on from the end of this one's rows."""

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from store.blocks import ROOT
 from store.cold import resident_of
+from store.quotas import stored_bytes
+from store.states import INSIDE, PREAMBLE
 
 if TYPE_CHECKING:
     from store.store import Store
@@ -26,6 +28,8 @@ def statistics(store: Store) -> dict[str, Any]:
         turns = txn.stat(environment.turn)["entries"]
         pending = txn.stat(environment.pend)["entries"]
         days = store.wear.days(txn)
+        preambles = sum(1 for _ in store.states.named(txn, PREAMBLE))
+        inside = [store.blocks.get(txn, one.snap) for one in store.states.named(txn, INSIDE)]
     page = environment.page_size
     info = environment.env.info()
     return {
@@ -44,6 +48,10 @@ def statistics(store: Store) -> dict[str, Any]:
         "evicted_of_other_models": store.evictor.foreign,
         "pinned": len(store.pins),
         "prefix_hits": store.reading.prefix_hits,
+        "preambles": preambles,
+        "inside_prompts": len(inside),
+        "inside_prompts_bytes": sum(stored_bytes(one) for one in inside if one is not None),
+        "inside_prompts_hits": store.reading.inside_hits,
         "written_today_bytes": days.get(time.strftime("%Y-%m-%d", time.gmtime()), 0),
         "written_month_bytes": sum(days.values()),
         "over_daily_budget": store.wear.refused,

@@ -226,9 +226,17 @@ class Store:
             turns = self.conversations.turn_ids(txn, ident)
             for turn in {*turns, *self.conversations.remove(txn, ident)}:
                 self.states.drop(txn, turn)
-            # A preamble that nobody else's conversation begins with was this one's words too.
-            for state in list(self.states.of_owner(txn, owner_tag(record["owner"]))):
-                if state.named and not self.states.followers(txn, state):
+            # What was kept of its prompts goes with it, and a preamble that nobody else's
+            # conversation begins with: it was this one's words too.
+            named = [
+                state
+                for state in self.states.of_owner(txn, owner_tag(record["owner"]))
+                if state.named
+            ]
+            for state in sorted(named, key=lambda state: -state.tokens):
+                if state.conversation == ident or not (
+                    state.conversation or self.states.followers(txn, state)
+                ):
                     self.states.drop(txn, state.turn)
             return True
 
@@ -318,21 +326,30 @@ class Store:
         return self.reading.prefix(prefix, ids, buffers)
 
     def save_prefix(
-        self, owner: str, ids: Sequence[int], pieces: Sequence[Piece], snapshot: Piece
+        self,
+        owner: str,
+        ids: Sequence[int],
+        pieces: Sequence[Piece],
+        snapshot: Piece,
+        *,
+        conversation: str = "",
+        gain: int = 0,
     ) -> SaveReport:
         """Store a state that belongs to no turn: `ids` are its token ids from the first on.
 
-        As `save_state`; saving it again writes nothing.
+        As `save_state`; saving it again writes nothing. With `gain`, the tokens beyond the nearest
+        snapshot before it, it stands inside a prompt of `conversation`, and goes with that; without
+        it is a preamble that conversations share.
         """
         header = snapshot.header
         subject = Subject(
-            name=state_name(owner_tag(owner), header.chain),
-            conversation="",
+            name=state_name(owner_tag(owner), header.chain, inside=gain > 0),
+            conversation=conversation,
             owner=owner,
             ids=pack_ids(ids),
             fingerprint=header.fingerprint,
             depth=0,
-            new=header.stop,
+            new=gain or header.stop,
         )
         return self._saver.save_as(subject, pieces, snapshot, None)
 

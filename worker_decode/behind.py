@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from engine.model import Caches, Model
 from store.codec.twin import Kept, keep, kept_bytes, restore_kept
 from worker_decode.hot import Held, Hot
+from worker_decode.marks import MOST_SNAPSHOT
 from worker_decode.memory import Memory
-from worker_decode.preamble import MOST_SNAPSHOT
 from worker_decode.states import nbytes_of
 
 MOST = 8
@@ -93,22 +93,26 @@ class Behind:
         """Those behind a turn whose snapshot saves more work than its bytes are worth, oldest
         first, as they are to be saved once `heir` is: its rows are stored by then.
 
-        None where the state is rows alone: it is found within the rows of `heir`.
+        The last one counts first, since the last message is the one that is edited or answered
+        again. None where the state is rows alone: it is found within the rows of `heir`.
         """
         layout, held = self._model.layout, self._hot.get(heir)
         if held is None or layout.rows_alone:
             return []
+        behind = self._of(heir)
+        places = {len(left.held.ids) for left in behind if left.held.stored >= len(left.held.ids)}
         chosen: list[Held] = []
-        at = 0
-        for left in self._of(heir):
+        for left in reversed(behind):
             tokens = len(left.held.ids)
-            if left.held.stored >= tokens or left.nbytes > MOST_SNAPSHOT * layout.rows_bytes(
-                at, tokens
-            ):
-                continue
-            at = tokens
-            chosen.append(replace(self._made(left, held.caches), stored=tokens, base=heir))
-        return chosen
+            lower = max((place for place in places if place < tokens), default=0)
+            upper = min((place for place in places if place > tokens), default=None)
+            gain = layout.rows_bytes(lower, tokens)
+            if upper is not None:
+                gain = min(gain, layout.rows_bytes(tokens, upper))
+            if tokens not in places and left.nbytes <= MOST_SNAPSHOT * gain:
+                places.add(tokens)
+                chosen.append(replace(self._made(left, held.caches), stored=tokens, base=heir))
+        return chosen[::-1]
 
     def gone(self, heir: str) -> None:
         """A turn has left memory, and the rows of what is behind it with it."""

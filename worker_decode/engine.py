@@ -26,6 +26,7 @@ from store.errors import StoreFull
 from store.meter import charge
 from store.store import Store
 from worker_decode.answers import Answer, grammar, sampling
+from worker_decode.early import Early
 from worker_decode.hot import Held
 from worker_decode.inbox import Inbox
 from worker_decode.keeping import Keeping
@@ -101,6 +102,7 @@ class Engine:
             ended=ended,
             announce=lambda: announce(self.facts()),
         )
+        self._early = Early(model, inbox, memory)
         self._starts = Starts(
             model,
             store,
@@ -108,6 +110,8 @@ class Engine:
             inbox,
             config.decode.local_prefill_tokens,
             self.kept.behind,
+            config.store.snapshots,
+            self._early,
         )
         decode = config.decode
         drafter, reason = find_drafter(model, decode.drafter)
@@ -134,7 +138,8 @@ class Engine:
         began = time.monotonic()
         with charge(notes.meter):
             start = self._starts.find(job, emitted)
-        notes.add(_STAGES[start.path], began, time.monotonic(), tokens=len(start.ids))
+        told = {"tokens": len(start.ids), **({"early": start.early} if start.early else {})}
+        notes.add(_STAGES[start.path], began, time.monotonic(), **told)
         notes.facts["store_read"] = start.read
         notes.fork("state", start.path, "; ".join(start.notes))
         notes.fork("kernels", *kernels(self._model.device))
@@ -158,8 +163,8 @@ class Engine:
                 lengths=start.lengths,
                 embedded=seen,
                 grammar=self._grammar(job, reader, execution),
-                cut=start.cut,
-                reached=partial(self._sharing.computed, job),
+                cuts=start.cuts,
+                reached=partial(self._sharing.computed, job, (held, *start.cuts)),
             )
             uid = self._batch.add(row)
             start.after = start.rope_delta if seen is None else seen.rope_delta
@@ -203,6 +208,7 @@ class Engine:
                 finished.append(self._finish(answer, event))
         told = time.monotonic()
         self.kept.look_after()
+        self._early.look_after(self.free(), busy=True)
         now = time.monotonic()
         self._loop.step(began, stepped, told, chunk, now)
         for watch in ended:
@@ -226,8 +232,9 @@ class Engine:
         return None
 
     def idle(self) -> bool:
-        """Save what is idle; True while there is more to save at once."""
-        return self.kept.look_after()
+        """Unpack what arrives and save what is idle; True while there is more to do at once."""
+        more = self._early.look_after(self.free(), busy=False)
+        return self.kept.look_after() or more
 
     def forget(self, turns: Iterable[str]) -> None:
         """Drop the states of deleted turns soon. May be called from any thread."""

@@ -45,6 +45,8 @@ class _Order:
     owner: str = ""
     ids: Sequence[int] = ()
     """Token ids and owner of a state that belongs to no turn."""
+    conversation: str = ""
+    gain: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -75,10 +77,18 @@ class Saver:
         self._put(_Order(turn, tokens, pieces, snapshot, base))
 
     def put_prefix(
-        self, owner: str, ids: Sequence[int], pieces: Sequence[Piece], snapshot: Piece
+        self,
+        owner: str,
+        ids: Sequence[int],
+        pieces: Sequence[Piece],
+        snapshot: Piece,
+        *,
+        conversation: str = "",
+        gain: int = 0,
     ) -> None:
-        """Queue the state of a shared beginning, as `put`; it is told without a turn."""
-        self._put(_Order("", len(ids), pieces, snapshot, None, owner, ids))
+        """Queue the state of a beginning, as `put`; it is told without a turn. See
+        `store.store.Store.save_prefix`."""
+        self._put(_Order("", len(ids), pieces, snapshot, None, owner, ids, conversation, gain))
 
     def _put(self, order: _Order) -> None:
         with self._lock:
@@ -121,7 +131,12 @@ class Saver:
                 )
             else:
                 report = self._store.save_prefix(
-                    order.owner, order.ids, order.pieces, order.snapshot
+                    order.owner,
+                    order.ids,
+                    order.pieces,
+                    order.snapshot,
+                    conversation=order.conversation,
+                    gain=order.gain,
                 )
         except StoreError as error:
             problem = error

@@ -17,9 +17,10 @@ from store.codec.header import CodecError, Piece
 from store.errors import StoreError
 from store.store import Store
 from worker_decode.behind import Behind
+from worker_decode.early import Early
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
-from worker_decode.preamble import cut_of
+from worker_decode.marks import marks_of
 from worker_decode.states import Restored, beginning, load, load_rows, restore
 
 log = logging.getLogger("tandem.decode")
@@ -52,10 +53,12 @@ class Start:
     """The offset of positions after the prompt; `rope_delta` is the one of this state."""
     lent: int = 0
     """Tokens that the prefill node was lent, or had of another prompt, where it made this state."""
-    cut: int = 0
-    """The end of a shared preamble that is still to be computed here."""
-    shared: list[Piece] = field(default_factory=list)
-    """The state of a preamble that arrived with this one, snapshot last."""
+    early: int = 0
+    """Tokens of a received state that were unpacked before its job came."""
+    cuts: tuple[int, ...] = ()
+    """Marks of the prompt that are still to be computed here."""
+    shared: list[list[Piece]] = field(default_factory=list)
+    """States at marks of the prompt that arrived with this one, shortest first, snapshots last."""
 
     @property
     def cached(self) -> int:
@@ -74,13 +77,19 @@ class Starts:
         inbox: Inbox,
         local_prefill_tokens: int,
         behind: Behind | None = None,
+        snapshots: int = 0,
+        early: Early | None = None,
     ) -> None:
+        """`snapshots`: states that are kept inside one prompt, beside its preamble's; `early` has
+        unpacked some of what arrives."""
         self._model = model
         self._store = store
         self._hot = hot
         self._inbox = inbox
         self._local = local_prefill_tokens
         self._behind = behind
+        self._snapshots = snapshots
+        self._early = early
 
     def find(self, job: Job, emitted: Sequence[int] = ()) -> Start:
         """The state to continue from; every candidate's token ids are compared with the prompt's.
@@ -100,7 +109,7 @@ class Starts:
         if start is None:
             start = self._from_nothing(job, ids, notes)
         start.notes = notes
-        self._cut(start, job)
+        self._mark(start, job)
         return start
 
     def give_back(self, start: Start) -> None:
@@ -112,14 +121,24 @@ class Starts:
         pieces = self._inbox.take(job.id)
         if pieces is None:
             return None
-        shared, pieces = _apart(pieces)
+        shared, (*rows, last) = _apart(pieces)
         try:
             if pieces[0].header.start:
-                return self._joined(job, ids, pieces)
-            start = _start("cold", restore(self._model, pieces, ids))
+                return self._joined(job, ids, [*rows, last])
+            early = self._early
+            state = (
+                restore(self._model, [*rows, last], ids)
+                if early is None
+                else early.restore(pieces, rows, ids)
+            )
+            start = _start("cold", state)
+            start.early = state.early
             start.shared = shared
+            marks = marks_of(job, self._model.layout, self._snapshots)
+            if marks.end and marks.end == len(start.ids) and not start.rope_delta:
+                start.shared.append([*rows, last])
             start.lent = int((job.handoff or {}).get("shared") or 0)
-            lent = pieces[-1].header.extra.get("lent")
+            lent = last.header.extra.get("lent")
             if type(lent) is int and 0 < lent <= len(start.ids):  # too short for a block to stay
                 start.path, start.lent = "extended", lent
             return start
@@ -208,16 +227,17 @@ class Starts:
             return None
         return _start("restored", state, base=found.name or None, stored=found.tokens)
 
-    def _cut(self, start: Start, job: Job) -> None:
-        """Let the forwards to come end at the end of a preamble, if it lies before them."""
-        cut, held = cut_of(job, self._model.layout), len(start.ids)
-        if cut <= held:
+    def _mark(self, start: Start, job: Job) -> None:
+        """Let the forwards to come end at the marks of the prompt that lie before them."""
+        held, stop = len(start.ids), job.prompt_tokens - 1
+        if held >= stop:
             return
-        if not start.lengths:
-            chunk = self._model.chunk
-            start.lengths = plan_through(held, job.prompt_tokens - 1, chunk, (cut,))
-        if cut - held in accumulate(start.lengths):
-            start.cut = cut
+        marks = marks_of(job, self._model.layout, self._snapshots, held)
+        cuts = [mark for mark in marks.every if mark > held]
+        if cuts and not start.lengths:
+            start.lengths = plan_through(held, stop, self._model.chunk, cuts)
+        ends = {held + end for end in accumulate(start.lengths)}
+        start.cuts = tuple(mark for mark in cuts if mark in ends)
 
     def _from_store(self, job: Job, ids: list[int], notes: list[str]) -> Start | None:
         """The state after the previous turn, or the nearest one before it that is whole."""
@@ -311,15 +331,18 @@ def _start(path: Path, state: Restored, base: str | None = None, stored: int = 0
     )
 
 
-def _apart(pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """A preamble's state, where a snapshot of it stands among the rows, and the pieces without."""
+def _apart(pieces: list[Piece]) -> tuple[list[list[Piece]], list[Piece]]:
+    """The states whose snapshots stand among the rows, and the pieces without those snapshots."""
     *rows, last = pieces
     marks = [piece for piece in rows if piece.header.kind == "snapshot"]
     rows = [piece for piece in rows if piece.header.kind == "rows"]
-    if not marks or not rows or rows[0].header.start:
+    if not rows or rows[0].header.start:
         return [], [*rows, last]
-    stop = marks[-1].header.stop
-    return [*(piece for piece in rows if piece.header.stop <= stop), marks[-1]], [*rows, last]
+    states = [
+        [*(piece for piece in rows if piece.header.stop <= mark.header.stop), mark]
+        for mark in marks
+    ]
+    return states, [*rows, last]
 
 
 def _leads(held: Sequence[int], ids: Sequence[int]) -> bool:

@@ -23,8 +23,8 @@ from scheduler.staying import Staying
 from store.codec.header import CodecError, Piece
 from store.codec.pack import Exporter
 from transport.errors import LinkError
+from worker_decode.marks import Marks, marks_of
 from worker_decode.pictures import Pictures
-from worker_decode.preamble import cut_of
 from worker_decode.states import restore
 from worker_prefill.handoff import Handoff, Links
 from worker_prefill.late import Late, Live
@@ -48,6 +48,7 @@ class _Begun:
     rope_delta: int = 0
     known: int = 0
     borrowed: Mapping[str, Any] = field(default_factory=dict)
+    marks: Marks = field(default_factory=Marks)
 
 
 class Engine:
@@ -62,17 +63,19 @@ class Engine:
         pulse: KeepAlive | None = None,
         small_chunk: int = 0,
         late: Late | None = None,
+        snapshots: int = 0,
     ) -> None:
         """`chunk` is the number of tokens per forward pass, 0 for the model's own; `small_chunk`
         that while a short interactive job waits, 0 for the device's default. `parked`
         bounds what is kept of unfinished prompts; nothing without it. `pulse` keeps an idle
         device awake. `late` decodes here while nothing waits; without it every state is handed
-        off at its prompt's end."""
+        off at its prompt's end. `snapshots`: states sent from inside one prompt, to be kept."""
         self._model = model
         self._links = links
         self._late = late
         self._working = nullcontext if pulse is None else pulse.working
         self._parked = Parked(0, 0, 0.0) if parked is None else parked
+        self._snapshots = snapshots
         self._lent: dict[str, int] = {}
         self._pictures = Pictures(model)
         self.chunk = chunk or model.chunk
@@ -128,7 +131,7 @@ class Engine:
                 begun = self._begin(execution, job)
                 run = self._pictures.show(begun.run, job)
                 if run is not begun.run:
-                    begun = _Begun(run)
+                    begun = _Begun(run, marks=begun.marks)
                 facts.update(tokens=run.position)
                 if begun.borrowed:
                     facts.update(bytes=begun.borrowed["bytes"])
@@ -137,8 +140,8 @@ class Engine:
             log.warning("%s is left to its decode node: %s", job.id, error)
             return _failing(error)
         schedule = begun.schedule
-        layout = self._model.layout
-        cut = cut_of(job, layout)
+        layout, marks = self._model.layout, begun.marks
+        apart = [mark for mark in marks.before if mark > run.position]
         first = begun.known - begun.known % layout.block_tokens
         late = self._late if stay is not None and not run.rope_delta else None
         reach = stop if late is None else late.reach(job)
@@ -149,7 +152,7 @@ class Engine:
                 tokens=reach,
                 nbytes=layout.state_bytes(reach)
                 - layout.rows_bytes(0, first)
-                + (layout.state_bytes(cut) - layout.rows_bytes(0, cut) if cut else 0),
+                + sum(layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in apart),
                 block_tokens=layout.block_tokens,
                 start=first,
             )
@@ -185,12 +188,13 @@ class Engine:
                 moments.append(time.monotonic())
                 parts = [after - before for before, after in pairwise(moments)]
                 notes.chunk(moments[0], parts, end - start)
-                if end == cut:
+                if end in apart:
                     # Its rows are whole blocks, so that only the snapshot comes on top.
                     told = {**extra, "schedule": [list(entry) for entry in schedule]}
                     with notes.stage("pack"):
                         handoff.send([exporter.snapshot(run.caches, told)])
-                    self._parked.share(run, layout.state_bytes(cut), job.owner)
+                    if end == marks.preamble:
+                        self._parked.share(run, layout.state_bytes(end), job.owner)
             with notes.stage("check"):
                 check(run.position)
             if late is not None and stay is not None and stay():
@@ -256,7 +260,8 @@ class Engine:
         Raises LinkError, CodecError where a state that is there could not be had.
         """
         ids = job.prompt_ids
-        cuts = (cut_of(job, self._model.layout),)
+        marks = marks_of(job, self._model.layout, self._snapshots)
+        cuts = marks.before
         kept = self._parked.take(ids, job.owner)
         known = self._lent.pop(job.id, 0)
         # A shared preamble is no match for what the decode node has.
@@ -265,7 +270,7 @@ class Engine:
             if lent is not None:
                 return lent
         if kept is None:
-            return _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts))
+            return _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts), marks=marks)
         log.info("going on from token %d of %d", kept.position, len(ids))
         delta = kept.offset
         run = Prefill(
@@ -276,7 +281,8 @@ class Engine:
         for length in kept.schedule:
             append_schedule(schedule, length)
         run.schedule = list(kept.schedule)
-        return _Begun(run, schedule, delta, known if known <= run.position else 0)
+        known = known if known <= run.position else 0
+        return _Begun(run, schedule, delta, known, marks=marks if not known else Marks())
 
     def _borrow(self, execution: Execution, job: Job, ids: list[int]) -> _Begun | None:
         """Its conversation's state from the decode node; None where it has none any more."""

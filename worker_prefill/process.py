@@ -88,7 +88,9 @@ def run(config: Config, model_dir: Path) -> int:
             choice = chooser("late", profile, Nodes(connect(config.redis_url)))
             if profile is None:
                 log.info("every state is handed off at its prompt's end: `tandem calibrate` first")
-        engine = Engine(model, links, config.prefill.chunk, parked, pulse, small, late)
+        engine = Engine(
+            model, links, config.prefill.chunk, parked, pulse, small, late, config.store.snapshots
+        )
         loop = PrefillLoop(
             config.redis_url,
             engine,

@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from scheduler.api import heads, sessions
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
+from scheduler.api.edits import before_last
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
 from scheduler.api.prompt import Prompt, build, common_prefix, is_empty
@@ -256,7 +257,7 @@ def _job(
     node = backend.decode_node()
     # The state of a turn that is continued lies on its decode node.
     route = _route(backend, body, node, held, tokens - held) if held else {}
-    preamble = 0
+    preamble = last = 0
     if not held and _may_share(body):
         held, route = _stored(backend, body, node, prompt.ids)
         if not held:
@@ -267,6 +268,16 @@ def _job(
                 tools=shaping.tools,
                 options=shaping.options,
             )
+        parent = lineage.parent
+        last = before_last(
+            backend.tokenizer,
+            prompt.ids,
+            [*([*parent.items, *parent.answer] if parent else lineage.seed), *lineage.items],
+            held,
+            instructions=body.instructions,
+            tools=shaping.tools,
+            options=shaping.options,
+        )
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),
@@ -301,6 +312,7 @@ def _job(
                 "rebased": prompt.rebased,
                 "shared": prompt.shared,
                 "preamble": preamble,
+                "last": last,
             },
         },
         "prompt_ids": prompt.ids,

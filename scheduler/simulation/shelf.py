@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scheduler.simulation.cluster import Shelf, Turn
 from store.environment import LIVE_CEILING
 from store.eviction import STATES_PER_COMMIT
-from store.reuse import Class, Reuse, class_of
+from store.reuse import Class, Reuse, class_of, going_back
 
 #: States compared in one step, from the longest unused on.
 SCAN = 128
@@ -113,7 +113,8 @@ class Stock:
     def _standing(self, state: _State, now: float) -> tuple[bool, float]:
         """As the product's evictor ranks: first what a later state continues, then by worth."""
         if state.continued:
-            return False, 0.0
+            new = state.turn.prompt - state.turn.held
+            return False, going_back(state.tokens, new, now - state.used, int(state.own))
         return True, self.reuse.worth(state.kind, now - state.used, state.tokens, int(state.own))
 
     def _drop(self, number: int) -> None:

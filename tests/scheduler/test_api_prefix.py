@@ -13,8 +13,9 @@ from api_kit import FAMILIES, make_model_dir
 from api_stack import Stack
 from redis_kit import eventually
 
+from scheduler.api.edits import before_last
 from scheduler.api.preamble import LEAST_TOKENS, Preambles
-from scheduler.api.prompt import build
+from scheduler.api.prompt import build, common_prefix
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.extension import Costs, worth_resuming
 from scheduler.jobs import Jobs
@@ -90,6 +91,37 @@ def test_a_stored_beginning_is_used_where_that_is_sooner(costs: Costs, expected:
     assert worth_resuming(costs, 2048) is expected
 
 
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_where_the_last_message_begins(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = Tokenizer.load(make_model_dir(tmp_path_factory.mktemp("p") / "m", family))
+    said = {"type": "message", "role": "assistant", "content": "At seven. " * 40}
+    before = [user("When does it leave? " * 40), said]
+    texts = ["And then?", "Where to, and <|im_end|>?", " Why? " * 90]
+    prompts = [build(tokenizer, [*before, user(text)], instructions=SYSTEM).ids for text in texts]
+    for ids, text in zip(prompts, texts, strict=True):
+        items = [*before, user(text)]
+        place = before_last(tokenizer, ids, items, instructions=SYSTEM)
+        shared = min(common_prefix(ids, other) for other in prompts if other is not ids)
+        assert shared - 3 <= place <= shared
+        assert before_last(tokenizer, ids, items, len(ids) - 100, instructions=SYSTEM) == 0
+    # What comes after the message, as an agent's calls, does not change where it begins.
+    more = [*before, user("And then?"), said, user("Where to?")]
+    place = before_last(tokenizer, build(tokenizer, more).ids, more)
+    assert place >= len(build(tokenizer, [*before, user("And then?")]).ids)
+
+
+def test_no_place_before_a_first_or_short_message(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tokenizer = Tokenizer.load(make_model_dir(tmp_path_factory.mktemp("p") / "m"))
+    for items in ([user("Why?" * 400)], [user("a"), user("b")], []):
+        ids = build(tokenizer, items).ids if items else [5] * 900
+        assert before_last(tokenizer, ids, items) == 0
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    seen = {"type": "message", "role": "user", "content": [image]}
+    assert before_last(tokenizer, [5] * 900, [user("a" * 900), seen]) == 0
+
+
 # --- over HTTP ----------------------------------------------------------------------------------
 
 
@@ -123,7 +155,8 @@ def test_a_stored_beginning_decides_where_a_job_goes(stack: Stack) -> None:
     assert second.route == {"extend": "decode", "reason": f"{cut} tokens of the prompt are stored"}
     whole = submit(stack, "Why?", user="anna", metadata={"tandem_prefix": "off"})
     assert (whole.stage, whole.held_tokens) == ("prefill", 0)
-    assert whole.request["prompt"]["preamble"] == 0
+    assert whole.request["prompt"]["preamble"] == whole.request["prompt"]["last"] == 0
+    assert first.request["prompt"]["last"] == pytest.approx(told, abs=2)
     other = submit(stack, "Why?", user="bert")
     assert other.owner != second.owner
     assert (other.stage, other.held_tokens) == ("prefill", 0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from store.reuse import Class, Reuse, class_of, cost
+from store.reuse import Class, Reuse, class_of, cost, going_back
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake" / "conversation.csv"
 SNAPSHOT = 147_619_840
@@ -178,13 +178,17 @@ class Ours(Lru):
     def rank(self, replay: Replay, now: float) -> Callable[[int], object]:
         def key(number: int) -> object:
             one, request = replay.held[number], self.requests[number]
-            if one.continued:
-                return False, 0.0, one.used
             age = now - one.used
             own = SNAPSHOT + one.rows
+            if one.continued:
+                new = request.tokens_in - self.before(request)
+                return False, going_back(request.tokens, new, age, own), one.used
             return True, self.reuse.worth(request.kind, age, request.tokens, own), one.used
 
         return key
+
+    def before(self, request: Request) -> int:
+        return self.requests[request.parent].tokens if request.parent >= 0 else 0
 
 
 def test_more_compute_is_saved_than_by_lru_and_marconi() -> None:

@@ -12,7 +12,7 @@ from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 from redis_kit import eventually
 
 from store.codec.header import Piece
-from store.environment import Txn
+from store.environment import VALUE_BYTES, Txn
 from store.prefixes import LEAST_TOKENS, Prefix, ends_in
 from store.quotas import Limits
 from store.rpc import StoreClient, serve
@@ -198,6 +198,57 @@ def test_a_preamble_that_is_shared_is_evicted_last(tmp_path: Path) -> None:
         assert store.check().clean
     finally:
         store.close()
+
+
+def test_a_state_inside_a_prompt_gives_way_before_any_conversation(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "store", 48 << 20)
+    store.serve(MODEL, BLOCK)
+    try:
+        kept = []
+        for number in range(40):
+            start = 10_000 + 1000 * number
+            ids = list(range(start, start + 100))
+            if number < 4:  # the first two save little for their bytes, the others much
+                place, gain = ids[:80], 70 if number > 1 else 5
+                state = make_state(place, snapshot_bytes=3_000_000)
+                store.save_prefix("", place, *state, conversation=f"conv_{number}", gain=gain)
+            turn = make_turn(ids[:-1], ids[-1:], conversation=f"conv_{number}")
+            store.put_turn(turn)
+            store.save_state(turn.id, *make_state(ids[:90], snapshot_bytes=3_000_000))
+            kept.append(
+                [
+                    found(store, [*range(10_000 + 1000 * n, 10_080 + 1000 * n), 5], "")
+                    for n in range(4)
+                ]
+            )
+            stats = store.stats()
+            if stats["inside_prompts"]:
+                assert stats["evicted"] <= 4, "a conversation went first"
+                assert stats["inside_prompts_bytes"] == stats["inside_prompts"] * 3 * VALUE_BYTES
+        assert kept[3] == [80] * 4
+        assert kept[-1] == [0] * 4
+        assert [0, 0, 80, 80] in kept
+        assert store.check().clean
+    finally:
+        store.close()
+
+
+def test_a_state_inside_a_prompt_goes_with_its_conversation(store: Store) -> None:
+    ids = list(range(128))
+    for stop in (48, 112):
+        state = make_state(ids[:stop])
+        store.save_prefix("anna", ids[:stop], *state, conversation="conv_a", gain=40)
+    store.save_prefix("anna", ids[:32], *make_state(ids[:32]), conversation="conv_b", gain=30)
+    for conversation in ("conv_a", "conv_b"):
+        store.put_turn(make_turn(ids[:-1], ids[-1:], conversation=conversation, owner="anna"))
+    assert found(store, [*ids[:112], 5]) == 112
+    assert store.stats()["inside_prompts"] == 3
+    store.delete_conversation("conv_a")
+    assert found(store, [*ids, 5]) == 32
+    store.delete_conversation("conv_b")
+    assert found(store, [*ids, 5]) == 0
+    assert store.stats()["objects"] == 0
+    assert store.check().clean
 
 
 def test_deleting_the_last_conversation_deletes_its_preamble(store: Store) -> None:

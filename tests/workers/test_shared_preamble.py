@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,15 @@ from typing import Any
 import pytest
 import redis
 from decode_kit import Node, asking, make_job, tiny
+from pair_kit import Pair
 from redis_kit import eventually
 from tiny_models import prompt
 
 from engine.model import Model
-from scheduler.config import LinkConfig
-from scheduler.execution import Execution
-from scheduler.nodes import Node as Presented
-from scheduler.nodes import Nodes, Presence
 from scheduler.record import Job
 from store.blocks import ROWS
-from transport.receiver import Receiver
-from worker_decode.preamble import cut_of
-from worker_prefill.engine import Engine
-from worker_prefill.handoff import Links
-from worker_prefill.parked import Parked
+from worker_decode.marks import cut_of
 
-SECRET = b"s" * 32
 LONG = 20_000 if os.environ.get("TANDEM_SOAK") else 350
 PREAMBLE = prompt(LONG, seed=3)
 CONVERSATIONS = 10
@@ -44,40 +36,13 @@ def kind(request: pytest.FixtureRequest) -> Model:
     return model
 
 
-class Pair:
-    """A prefill node's engine, a decode node, and the link between them."""
-
-    def __init__(self, url: str, client: redis.Redis, model: Model, words: Any, path: Path) -> None:
-        # Ten whole states of the long preamble in memory, and one in the store.
-        room = 16 if LONG > 350 else 1
-        self.node = Node(model, words, path, limit=room << 30, size=room << 27)
-        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.node.inbox, 10.0)
-        host, port = self.receiver.address
-        presented = Presented(
-            "decode", "local", state="ready", boot="a", link=f"{host}:{port}", secret=SECRET.hex()
-        )
-        self.presence = Presence(url, presented).start()
-        nodes = Nodes(client)
-        eventually(lambda: nodes.get("decode", "local") is not None, "the node is not published")
-        self.links = Links(nodes, LinkConfig(deadline_seconds=10.0), "m3")
-        parked = Parked(4, 1 << 30, 900.0)
-        self.engine = Engine(model, self.links, 256, parked)
-
-    def prefill(self, job: Job) -> Callable[[], Mapping[str, Any]]:
-        return self.engine.prefill(Execution(job), job, lambda _: False)
-
-    def close(self) -> None:
-        self.links.close()
-        self.presence.stop()
-        self.receiver.close()
-        self.node.close()
-
-
 @pytest.fixture
 def pair(
     kind: Model, words: Any, tmp_path: Path, redis_url: str, client: redis.Redis
 ) -> Iterator[Pair]:
-    made = Pair(redis_url, client, kind, words, tmp_path)
+    # Ten whole states of the long preamble in memory, and one in the store.
+    room = 16 if LONG > 350 else 1
+    made = Pair(redis_url, client, kind, words, tmp_path, gigabytes=room)
     yield made
     made.close()
 
