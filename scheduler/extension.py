@@ -4,6 +4,7 @@ its state, or at the prefill node, to which the state goes and from which what i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -102,7 +103,7 @@ def parse(value: object) -> Extend:
 
 
 def measure(
-    jobs: Jobs, nodes: list[Node], node: str, held: int, new: int, owner: str, priority: str
+    jobs: Jobs, nodes: Sequence[Node], node: str, held: int, new: int, owner: str, priority: str
 ) -> Costs:
     """The costs of extending a state of decode node `node`, as everything stands now.
 

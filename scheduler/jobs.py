@@ -15,6 +15,7 @@ from redis.exceptions import OutOfMemoryError
 
 from scheduler import events, policy, scripts, shadow
 from scheduler.config import JobsConfig
+from scheduler.homes import KEEP
 from scheduler.ledger.clock import Clock
 from scheduler.ledger.notes import FIELD
 from scheduler.owners import MARK
@@ -26,6 +27,7 @@ from scheduler.record import (
     Accepted,
     ConversationBusy,
     Forecast,
+    HomeMoved,
     IdempotencyConflict,
     Job,
     JobError,
@@ -73,9 +75,10 @@ class Jobs:
         """Record a job, its prompt and first events and put it into its first queue, atomically.
 
         The same id again is a duplicate: nothing changes. Raises IdempotencyConflict when its
-        digest differs. A foreground request that equals one whose client has gone (see `abandon`)
-        is given that one, under its id. Raises ConversationBusy with `lock` while the conversation
-        has a live turn, QueueFull, and JobError when Redis is out of memory.
+        digest differs, HomeMoved where `home` is not so any more. A foreground request that equals
+        one whose client has gone (see `abandon`) is given that one, under its id. Raises
+        ConversationBusy with `lock` while the conversation has a live turn, QueueFull, and JobError
+        when Redis is out of memory.
         """
         if not RESPONSE_ID.match(new.id):
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
@@ -119,6 +122,10 @@ class Jobs:
             "id": new.id,
             "digest": new.digest,
             "owner": new.owner,
+            "conversation": new.conversation or "",
+            "home": new.home,
+            "node": new.node,
+            "keep_home": KEEP,
             "adopt": not new.background,
             "prompt": fields["prompt_digest"],
             "locked": new.conversation if new.lock and new.conversation else "",
@@ -146,6 +153,8 @@ class Jobs:
         match answer.decode():
             case "busy":
                 raise ConversationBusy(str(new.conversation), detail.decode())
+            case "moved":
+                raise HomeMoved(f"conversation {new.conversation} has moved: send it again")
             case "conflict":
                 raise IdempotencyConflict(
                     f"the idempotency key of {new.id} was used with another request: use a new key"

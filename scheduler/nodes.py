@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, cast
@@ -49,6 +49,18 @@ class Node:
         return f"tandem:node:{self.role}:{self.name}"
 
 
+#: Names of decode nodes that have served a store: they are missed while they are away.
+KNOWN = "tandem:decode-nodes"
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The nodes that live, and the decode nodes that are known and do not."""
+
+    nodes: Sequence[Node] = ()
+    away: Sequence[str] = ()
+
+
 class Nodes:
     """Reads the registry."""
 
@@ -61,6 +73,23 @@ class Nodes:
         keys = sorted(self._client.scan_iter(pattern, count=500))
         values = cast("list[bytes | None]", self._client.mget(keys)) if keys else []
         return [node for value in values if value and (node := _parse(value))]
+
+    def survey(self) -> Survey:
+        """All live nodes, and the known decode nodes that are away. As many round trips as `list`
+        where there is a node."""
+        keys = sorted(self._client.scan_iter("tandem:node:*:*", count=500))
+        pipe = self._client.pipeline(transaction=False)
+        pipe.smembers(KNOWN)
+        for key in keys:
+            pipe.get(key)
+        known, *values = pipe.execute()
+        nodes = [node for value in values if value and (node := _parse(value))]
+        here = {node.name for node in nodes if node.role == "decode"}
+        return Survey(nodes, sorted({name.decode() for name in known} - here))
+
+    def unknow(self, name: str) -> bool:
+        """A decode node does not come back; False where it was not known."""
+        return bool(self._client.srem(KNOWN, name))
 
     def get(self, role: Role, name: str) -> Node | None:
         """One node, or None where it does not live."""
@@ -135,13 +164,16 @@ class Presence:
 
     def _run(self) -> None:
         client = connect(self._url, timeout=2.0, patience=0)
-        away = False
+        away = known = False
         while not self._stopped.is_set():
             self._changed.clear()
             node = dataclasses.replace(self._node, facts={**self._node.facts, **self._live()})
             try:
                 value = pack(dataclasses.asdict(node))
                 client.set(node.key, value, px=int(self._ttl * 1000))
+                if node.role == "decode" and node.rpc and not known:
+                    client.sadd(KNOWN, node.name)
+                    known = True
             except AWAY as error:
                 if not away:  # once: an outage may last for days
                     log.warning("presence: Redis is away (%s)", error)

@@ -70,6 +70,10 @@ class ConversationBusy(JobError):
         self.holder = holder
 
 
+class HomeMoved(JobError):
+    """The conversation went to another decode node while its prompt was made: make it again."""
+
+
 class IdempotencyConflict(JobError):
     """The idempotency key was used before, with another request."""
 
@@ -123,6 +127,8 @@ class NewJob:
     first token is wanted. `owner_waiting`: jobs of `owner` that may wait at once; 0 for no limit.
     `ledger`: the packed notes of its acceptance.
     `route`: where the new tokens of a held state are computed, and why (`scheduler.extension`).
+    `home`: what the conversation's pointer said when `node` was chosen (`scheduler.homes`), "" for
+    nothing; None, without looking, where there is one decode node.
     """
 
     id: str
@@ -142,6 +148,7 @@ class NewJob:
     digest: str = ""
     ledger: bytes = b""
     owner_waiting: int = 0
+    home: str | None = None
     route: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = (
         {"type": "response.created"},

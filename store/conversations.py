@@ -166,12 +166,21 @@ class Conversations:
         return result
 
     def page(
-        self, txn: Txn, owner: str | None, limit: int, after: str | None
+        self,
+        txn: Txn,
+        owner: str | None,
+        limit: int,
+        after: str | None,
+        before: tuple[str, float] | None = None,
     ) -> list[dict[str, Any]]:
-        """Up to `limit` records, newest first, beginning behind conversation `after`."""
+        """Up to `limit` records, newest first, beginning behind conversation `after`, or where
+        one of that id and creation time, `before`, stands or would stand."""
         prefix = _EVERYONE if owner is None else owner_tag(owner)
         upper = prefix + b"\xff" * 9
-        if after is not None:
+        if before is not None:
+            place = order_keys(check_id(before[0], "conversation"), owner or "", before[1])
+            upper = place[0 if owner is None else 1]
+        elif after is not None:
             record = self.get(txn, after)
             if record is None:
                 raise StoreError(f"there is no conversation {after}")

@@ -42,6 +42,10 @@ REMOTE_METHODS = frozenset(
         "conversation_turns",
         "update_conversation",
         "delete_conversation",
+        "touch",
+        "export_open",
+        "export_read",
+        "export_close",
     }
 )
 

@@ -17,12 +17,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 
 from store.capacity import capacity
 from store.errors import MapFull, OverBudget, StoreError, StoreFull, StoreStuck, StoreUnavailable
+from store.outlet import Outlet
 from store.remote import REMOTE_METHODS, Remote, admit, connect, listen
 from store.statistics import residency
 from store.store import Store
@@ -75,6 +76,10 @@ class Server:
         self._methods["copy"] = lambda path: store.copy(Path(path))
         self._methods["export"] = lambda ident, path: store.export_conversation(ident, Path(path))
         self._methods["import"] = self._import
+        self._outlet = Outlet(store, store.environment.path / "exports")
+        self._methods["export_open"] = self._outlet.open
+        self._methods["export_read"] = self._outlet.read
+        self._methods["export_close"] = self._outlet.close
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closing = False
@@ -117,6 +122,7 @@ class Server:
                 client.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(5)
+        self._outlet.close_all()
         with contextlib.suppress(OSError):
             self.path.unlink()
 
@@ -210,6 +216,10 @@ class StoreClient:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
 
+    def patient(self, timeout: float) -> StoreClient:
+        """Another client of the same store, which waits for so many seconds; to be closed."""
+        return StoreClient(self.path, timeout, self._elsewhere)
+
     def call(self, method: str, **arguments: Any) -> Any:
         """Call any served method."""
         request = msgpack.packb([method, arguments])
@@ -270,11 +280,15 @@ class StoreClient:
         return result
 
     def list_conversations(
-        self, owner: str | None = None, limit: int = 20, after: str | None = None
+        self,
+        owner: str | None = None,
+        limit: int = 20,
+        after: str | None = None,
+        before: tuple[str, float] | None = None,
     ) -> list[dict[str, Any]]:
         """As `Store.list_conversations`."""
         result: list[dict[str, Any]] = self.call(
-            "list_conversations", owner=owner, limit=limit, after=after
+            "list_conversations", owner=owner, limit=limit, after=after, before=before
         )
         return result
 
@@ -292,6 +306,24 @@ class StoreClient:
         """As `Store.delete_conversation`."""
         result: bool = self.call("delete_conversation", ident=ident)
         return result
+
+    def read_bundle(self, ident: str, file: IO[bytes]) -> int:
+        """Write a bundle of conversation `ident` to `file`; returns its bytes.
+
+        Raises OSError where `file` cannot be written.
+        """
+        made = self.call("export_open", ident=ident)
+        name, size, done = made["name"], int(made["bytes"]), 0
+        try:
+            while done < size:
+                part = self.call("export_read", name=name, offset=done)
+                if not part:
+                    raise StoreUnavailable("the export ended before its end: try again")
+                done += file.write(part)
+        finally:
+            with contextlib.suppress(StoreError):
+                self.call("export_close", name=name)
+        return size
 
     def touch(self, turn_id: str) -> None:
         """As `Store.touch`."""

@@ -195,12 +195,20 @@ class Store:
             return {**self._described(txn, record), "metadata": metadata, "items": items}
 
     def list_conversations(
-        self, owner: str | None = None, limit: int = 20, after: str | None = None
+        self,
+        owner: str | None = None,
+        limit: int = 20,
+        after: str | None = None,
+        before: tuple[str, float] | None = None,
     ) -> list[dict[str, Any]]:
-        """Up to `limit` (at most MAX_LIST) records, newest first, without metadata and items."""
+        """Up to `limit` (at most MAX_LIST) records, newest first, without metadata and items.
+
+        Those behind conversation `after`; or older than one with the id and the time of creation
+        in `before`, which need not be here.
+        """
         with self.environment.read() as txn:
             limit = max(0, min(limit, MAX_LIST))
-            page = self.conversations.page(txn, owner, limit, after)
+            page = self.conversations.page(txn, owner, limit, after, before)
             return [self._described(txn, record) for record in page]
 
     def conversation_turns(self, ident: str) -> list[str]:

@@ -17,6 +17,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, unavailable
 from scheduler.api.pictures import Pictures
 from scheduler.api.preamble import Preambles
+from scheduler.api.stores import StoreAway, Stores
 from scheduler.api.stream import EventHub
 from scheduler.api.threads import Threads
 from scheduler.api.tokenizer import Tokenizer
@@ -24,14 +25,13 @@ from scheduler.audit import Action, Audit
 from scheduler.batches import Batches
 from scheduler.config import Config
 from scheduler.files import Files
+from scheduler.homes import Homes, begin_at
 from scheduler.jobs import Jobs
-from scheduler.nodes import Node, Nodes
+from scheduler.nodes import Node, Nodes, Survey
 from scheduler.owners import Owners
 from scheduler.record import Job, JobNotFound
 from scheduler.redis_client import AWAY, connect, connect_async
 from store.errors import StoreError, StoreUnavailable
-from store.remote import Remote, parse_address
-from store.rpc import StoreClient
 
 PATIENCE = 3.0
 """Seconds that a request waits for Redis before it is told to come back later."""
@@ -64,14 +64,16 @@ class Backend:
         self.files = Files(self.redis, config.data_dir / "files", int(config.api.files_gb * 1e9))
         self.batches = Batches(self.redis)
         self.started = int(time.time())
-        self._store = StoreClient(config.store_socket, STORE_TIMEOUT, self._store_elsewhere)
-        self._nodes: tuple[float, list[Node]] = (0.0, [])
+        self.stores = Stores(
+            config.node, config.store_socket, self._known_nodes, Homes(self.redis), STORE_TIMEOUT
+        )
+        self._nodes: tuple[float, Survey] = (0.0, Survey())
 
     async def close(self) -> None:
         """Close every connection."""
         await self.hub.stop()
         await self.async_redis.aclose()
-        self._store.close()
+        self.stores.close()
         self.pictures.close()
         self.redis.close()
         self.probe.close()
@@ -96,41 +98,37 @@ class Backend:
         return self.config.model_name
 
     @contextmanager
-    def store(self) -> Iterator[StoreClient]:
-        """The store of the conversations' decode node. Fault 503 where it cannot be reached."""
+    def store(self) -> Iterator[Stores]:
+        """The stores of the decode nodes. Fault 503 where the one in question is not there."""
         try:
-            yield self._store
+            yield self.stores
+        except StoreAway as error:
+            raise unavailable(
+                f"decode node {', '.join(error.nodes)}, where this lies or may lie,",
+                "start its worker; if it does not come back, `tandem node forget NAME`",
+            ) from error
         except StoreUnavailable as error:
             raise unavailable(
                 "the decode node's store", "its worker is starting or down; try again shortly"
             ) from error
 
-    def _store_elsewhere(self) -> Remote | None:
-        """Where a decode node on another machine serves its store; it says so, with its secret."""
-        try:
-            nodes = self.present()
-        except (RedisError, *AWAY):
-            return None
-        for node in nodes:
-            if node.role == "decode" and node.secret:
-                remote = parse_address(node.rpc, bytes.fromhex(node.secret))
-                if remote is not None:
-                    return remote
-        return None
+    def _known_nodes(self) -> Survey:
+        """Which nodes there are, as last heard where Redis is away: stores answer without it."""
+        with contextlib.suppress(RedisError, *AWAY):
+            self.present()
+        return self._nodes[1]
 
     def decode_node(self) -> str:
         """Name of the decode node that new conversations go to."""
-        ready = [n for n in self.present() if n.role == "decode" and n.state == "ready"]
-        names = sorted(node.name for node in ready)
-        return self.config.node if self.config.node in names or not names else names[0]
+        return begin_at(self.present(), self.config.node)
 
-    def present(self) -> list[Node]:
+    def present(self) -> Sequence[Node]:
         """The nodes that are registered now, at most a second old."""
-        at, nodes = self._nodes
+        at, seen = self._nodes
         if time.monotonic() - at > _NODES_FOR:
-            nodes = self.nodes.list()
-            self._nodes = (time.monotonic(), nodes)
-        return nodes
+            seen = self.nodes.survey()
+            self._nodes = (time.monotonic(), seen)
+        return seen.nodes
 
     def note(self, action: Action, ident: str, **more: Any) -> None:
         """A line in the audit log about what the present caller did."""
@@ -188,7 +186,7 @@ class Backend:
         except (RedisError, *AWAY):
             facts["redis"] = False
         try:
-            facts["store"] = self._store.ping()
+            facts["store"] = self.stores.ping()
         except StoreError:
             facts["store"] = False
         facts["nodes"] = [

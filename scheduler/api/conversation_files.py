@@ -86,7 +86,12 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
             )
         path = _directory(backend) / f"{uuid.uuid4().hex}.tandem"
         try:
-            _ask(backend, "export", path, ident=conversation_id)
+            with backend.store() as store:
+                client = store.client_of(conversation_id)
+            if client.path == backend.config.store_socket and client.path.exists():
+                _ask(backend, "export", path, ident=conversation_id)
+            else:
+                _fetch(backend, client, conversation_id, path)
             file = path.open("rb")
         finally:
             path.unlink(missing_ok=True)
@@ -109,6 +114,7 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
         record = find_conversation(backend, conversation_id)
         seed, added = divided(record)
         items = list(seed)
+        node = backend.decode_node()
         upto = body.response_id or record["head"]
         if upto is not None:
             with backend.store() as store:
@@ -116,6 +122,7 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
                     raise missing("Response", upto[:80], "response_id")
                 for turn in store.path_of(upto):
                     items += turn.items
+                node = store.node_of(upto) or node  # its state is there
         if body.response_id is None:
             items += added
         metadata = body.metadata if body.metadata is not None else record["metadata"]
@@ -125,6 +132,7 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
                 owner=record["owner"],
                 metadata=dict(metadata),
                 items=items,
+                node=node,
             )
         backend.note("fork", made["id"], conversation=conversation_id)
         return shown(made) | {"forked_from": {"conversation": conversation_id, "response": upto}}
@@ -148,6 +156,24 @@ def _clean(backend: Backend) -> None:
     with contextlib.suppress(OSError):
         for path in (backend.config.data_dir / "transfer").iterdir():
             path.unlink(missing_ok=True)
+
+
+def _fetch(backend: Backend, client: StoreClient, ident: str, path: FilePath) -> None:
+    """Write an export of another machine's store to a file on this one. Raises Fault."""
+    try:
+        with (
+            backend.store(),
+            contextlib.closing(client.patient(LONG)) as patient,
+            path.open("xb") as file,
+        ):
+            os.fchmod(file.fileno(), 0o600)
+            patient.read_bundle(ident, file)
+    except StoreError as error:
+        raise Fault(404, str(error), code="export_failed") from error
+    except OSError as error:
+        raise Fault(
+            507, f"the export cannot be written: {error.strerror}", code="export_failed"
+        ) from error
 
 
 def _ask(backend: Backend, method: str, path: FilePath, **given: Any) -> dict[str, Any]:

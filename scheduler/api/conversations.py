@@ -35,6 +35,7 @@ def router(backend: Backend) -> APIRouter:
                 owner=current().owner,
                 metadata=dict(body.metadata or {}),
                 items=items_of(items),
+                node=backend.decode_node(),
             )
         return conversation_object(record)
 
@@ -50,6 +51,7 @@ def router(backend: Backend) -> APIRouter:
             owner = caller.owner if caller.scoped else None
             records = store.list_conversations(owner, limit=limit + 1, after=after)
             full = [store.get_conversation(record["id"]) for record in records[:limit]]
+            away = store.away
         data = [conversation_object(record) for record in full if record is not None]
         return {
             "object": "list",
@@ -57,6 +59,8 @@ def router(backend: Backend) -> APIRouter:
             "first_id": data[0]["id"] if data else None,
             "last_id": data[-1]["id"] if data else None,
             "has_more": len(records) > limit,
+            # What lies on these nodes is not in the list, and not lost.
+            **({"tandem": {"away": away}} if away else {}),
         }
 
     conversation_files.add_to(routes, backend, conversation_object)

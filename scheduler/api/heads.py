@@ -163,7 +163,7 @@ def _latest(backend: Backend, owner: str, session: str | None) -> list[list[int]
         if backend.deleted(response):
             continue
         turn: list[int] = []
-        with contextlib.suppress(StoreError), backend.store() as store:
+        with contextlib.suppress(StoreError, Fault), backend.store() as store:
             turn = store.turn_ids(response)
         with contextlib.suppress(JobError):
             ids.append(turn or backend.jobs.prompt_ids(response))

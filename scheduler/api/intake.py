@@ -35,6 +35,7 @@ from scheduler.ledger.notes import Notes
 from scheduler.record import (
     Accepted,
     ConversationBusy,
+    HomeMoved,
     IdempotencyConflict,
     JobNotFound,
     NewJob,
@@ -108,7 +109,10 @@ def accept(
             ledger=_noted(backend, notes),
             **fields,
         )
-        accepted = _submit(backend, job)
+        try:
+            accepted = _submit(backend, job)
+        except HomeMoved:
+            continue
         if accepted.duplicate or not job.lock or _still_head(backend, lineage, accepted.id):
             if not accepted.duplicate and body.store is not False:
                 _enter(backend, accepted.id, body, lineage)
@@ -254,12 +258,16 @@ def _job(
         # A state ends before its pending token, and is of use only if nothing of it changed.
         state = len(lineage.parent.ids) - 1
         held = min(state, tokens - 1) if prompt.shared >= state else 0
-    node = backend.decode_node()
+    node, home = _home(backend, lineage)
     # The state of a turn that is continued lies on its decode node.
     route = _route(backend, body, node, held, tokens - held) if held else {}
     preamble = last = 0
     if not held and _may_share(body):
-        held, route = _stored(backend, body, node, prompt.ids)
+        held, route, there = _stored(backend, body, node, prompt.ids)
+        if held and lineage.new and lineage.previous is None:
+            node = there  # a new conversation begins where its prompt's beginning is stored
+        elif there != node:
+            held, route = 0, {}
         if not held:
             preamble = backend.preambles.tokens(
                 prompt.ids,
@@ -322,10 +330,21 @@ def _job(
         "stage": "decode" if route.get("extend") == "decode" else "prefill",
         "route": route,
         "node": node,
+        "home": None if lineage.new and body.store is False else home,
         "held_tokens": held,
         "background": bool(body.background),
         "priority": _PRIORITIES.get(body.service_tier or "", "normal"),
     }
+
+
+def _home(backend: Backend, lineage: Lineage) -> tuple[str, str | None]:
+    """The decode node of a turn, and what the conversation's pointer says: see scheduler.homes."""
+    if not backend.stores.several:
+        return backend.decode_node(), None
+    with backend.store() as store:
+        home = "" if lineage.new else store.home(lineage.conversation)
+        past = store.node_of(lineage.previous) if lineage.previous is not None else ""
+    return home or past or backend.decode_node(), home
 
 
 def _route(
@@ -359,26 +378,26 @@ def _may_share(body: ResponseRequest) -> bool:
 
 def _stored(
     backend: Backend, body: ResponseRequest, node: str, ids: list[int]
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, dict[str, Any], str]:
     """Tokens of the longest beginning that this owner has stored, if it is worth going on from,
-    and the route; nothing where the store cannot be asked: the prompt is computed then."""
+    the route, and the node; nothing where no store can be asked: the prompt is computed then."""
     owner = owner_of(body)
     try:
         with backend.store() as store:
-            held = store.longest_prefix(ids, owner)
+            held, there = store.longest_prefix(ids, owner, node)
     except (Fault, StoreError):
-        return 0, {}
+        return 0, {}, node
     if held < LEAST_STORED:
-        return 0, {}
+        return 0, {}, node
     costs, local = Costs(held, len(ids) - held), backend.config.decode.local_prefill_tokens
     if costs.new > local:
         priority = _PRIORITIES.get(body.service_tier or "", "normal")
         with contextlib.suppress(RedisError):
             nodes = backend.present()
-            costs = measure(backend.jobs, nodes, node, held, costs.new, owner, priority)
+            costs = measure(backend.jobs, nodes, there, held, costs.new, owner, priority)
     if not worth_resuming(costs, local):
-        return 0, {}
-    return held, {"extend": "decode", "reason": f"{held} tokens of the prompt are stored"}
+        return 0, {}, node
+    return held, {"extend": "decode", "reason": f"{held} tokens of the prompt are stored"}, there
 
 
 def _submit(backend: Backend, job: NewJob) -> Accepted:

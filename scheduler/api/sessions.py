@@ -46,7 +46,8 @@ def steer(backend: Backend, owner: str, session: str | None, fields: dict[str, A
         known = backend.redis.hgetall(key_of(owner, session))
         node, turn = (_text(known, name) for name in (b"node", b"turn"))
         ready = {n.name for n in backend.present() if n.role == "decode" and n.state == "ready"}
-        if node in ready and not fields["held_tokens"] and fields["previous"] is None:
+        free = not fields["held_tokens"] and fields["previous"] is None and not fields["home"]
+        if node in ready and free:
             fields["node"] = node
         if turn and turn != fields["previous"]:
             with contextlib.suppress(StoreError, Fault), backend.store() as store:

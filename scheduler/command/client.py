@@ -31,6 +31,7 @@ class Client:
 
     def __init__(self, url: str, token: str = "") -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.away: list[str] = []
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx.Client(
@@ -88,12 +89,14 @@ class Client:
         return self._call("GET", f"/v1/conversations/{_segment(conversation)}")
 
     def conversations(self, limit: int = 50) -> list[dict[str, Any]]:
-        """Conversations, newest first."""
+        """Conversations, newest first. Decode nodes whose conversations are not among them, as
+        they are away, are then in `self.away`."""
         data: list[dict[str, Any]] = []
         params: dict[str, Any] = {"limit": min(limit, 100)}
         while len(data) < limit:
             page = self._call("GET", "/v1/conversations", params=params)
             data += page["data"]
+            self.away = (page.get("tandem") or {}).get("away") or []
             if not page["has_more"]:
                 break
             params["after"] = page["last_id"]

@@ -79,9 +79,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run_list(args: argparse.Namespace) -> int:
     """List conversations, newest first."""
     with client_of(args) as client:
-        found = client.conversations(args.limit)
+        found, away = client.conversations(args.limit), client.away
+    if away:
+        names = ", ".join(away)
+        print(f"decode node {names} is away: what lies there is not listed", file=sys.stderr)
     if args.json:
-        return print_json({"object": "list", "data": found})
+        return print_json({"object": "list", "data": found, "away": away})
     if not found:
         print("no conversations")
         return 0

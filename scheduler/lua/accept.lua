@@ -25,6 +25,11 @@ if args.locked ~= '' then
     if held and not TERMINAL[held] then return {'busy', holder} end
   end
 end
+local home, lies = 'tandem:home:' .. args.conversation, false
+if args.conversation ~= '' then
+  lies = redis.call('HGET', home, 'node')
+  if args.home and (lies or '') ~= args.home then return {'moved', ''} end
+end
 local paused = redis.call('GET', 'tandem:paused')
 if paused then return {'paused', paused} end
 if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then return {'full', ''} end
@@ -53,6 +58,14 @@ if args.deadline then redis.call('HSET', key, 'deadline', stamp(NOW + args.deadl
 if args.locked ~= '' then
   redis.call('HSET', key, 'locked', args.locked)
   redis.call('SET', 'tandem:turn:' .. args.locked, args.id)
+end
+if args.conversation ~= '' then
+  redis.call('SADD', 'tandem:at:' .. args.conversation, args.id)
+  if args.home or lies then
+    redis.call('HSET', home, 'node', args.node)
+    redis.call('HINCRBY', home, 'n', 1)
+    redis.call('EXPIRE', home, args.keep_home)
+  end
 end
 move(args.id, nil, 'queued')
 append(args.id, args.events)

@@ -114,13 +114,14 @@ end
 -- The one way into a terminal state: its event, its record, its locks and its lifetimes.
 local function finish(id, status, events, fields)
   local key = record(id)
-  local old, locked = unpack(redis.call('HMGET', key, 'status', 'locked'))
+  local old, locked, talk = unpack(redis.call('HMGET', key, 'status', 'locked', 'conversation'))
   append(id, events)
   if fields and #fields > 0 then redis.call('HSET', key, unpack(fields)) end
   move(id, old, status)
   if locked and redis.call('GET', 'tandem:turn:' .. locked) == id then
     redis.call('DEL', 'tandem:turn:' .. locked)
   end
+  if talk and talk ~= '' then redis.call('SREM', 'tandem:at:' .. talk, id) end
   redis.call('ZREM', 'tandem:leases', id)
   redis.call('ZREM', 'tandem:abandoned', id)
   unpromise(id)

@@ -20,7 +20,7 @@ from scheduler.api.app import create_app
 from scheduler.api.backend import Backend
 from scheduler.api.output import Output, Piece
 from scheduler.api.tokenizer import Tokenizer
-from scheduler.config import Config
+from scheduler.config import Config, decode_queue
 from scheduler.nodes import Node, Presence
 from scheduler.record import Job, Result
 from scheduler.redis_client import connect
@@ -78,7 +78,7 @@ class Workers(threading.Thread):
         if job is None:
             return False
         facts = {"bytes": 1000, "seconds": 0.01, "path": "tcp"}
-        self.runs.finish_prefill(job, facts, self.config.decode_queue, job.prompt_tokens - 1)
+        self.runs.finish_prefill(job, facts, decode_queue(job.node), job.prompt_tokens - 1)
         return True
 
     def _decode(self) -> bool:

@@ -165,7 +165,7 @@ class Costs:
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._calls = 0
-        client = stack.backend._store
+        client = stack.backend.stores._alone
         inner = client.call
 
         def counted(method: str, **arguments: Any) -> Any:

@@ -1,0 +1,95 @@
+"""Which decode node a conversation lies on, where a new one begins, and who takes over.
+
+A conversation lies whole on one decode node, its home: records, token ids and states in that
+node's store, its live answers in that node's batch. The stores are the truth; Redis has a pointer,
+`tandem:home:<conversation>` (node; n, the jobs accepted on it), and the conversation's live jobs,
+`tandem:at:<conversation>`. A pointer is set and read only where there is more than one decode node,
+and a conversation without one is asked for everywhere. Pointer and jobs change in the same scripts:
+
+- accept: a job is accepted only for the home that its prompt was made for (`accept.lua`).
+- hand over: a node that is to stop sends the state of a live answer over the link, as a prefill
+  node does, and the conversation's records into the other store; then one step gives the job the
+  other node and moves the pointer (`rehome.lua`). It is refused while another job of the
+  conversation lives, so that what is said in one is never split.
+
+Until that step everything at the other node is a copy that nobody looks at; after it the old one
+is, and is deleted. Whoever dies in between leaves a copy too many, which `Homes.strays` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import redis
+
+from scheduler.nodes import Node
+
+KEEP = 90 * 86_400
+"""Seconds for which a pointer outlives its latest use."""
+
+
+def key_of(conversation: str) -> str:
+    """Redis key of a conversation's pointer."""
+    return f"tandem:home:{conversation}"
+
+
+def begin_at(nodes: Iterable[Node], own: str) -> str:
+    """The decode node that a new conversation goes to: the ready one whose batch has most room.
+
+    `own`, the asker's, where others have no more; it is also the answer where none is ready.
+    """
+    ready = [node for node in nodes if node.role == "decode" and node.state == "ready"]
+    if not ready:
+        return own
+    return min(ready, key=lambda node: (_busy(node), node.name != own, node.name)).name
+
+
+def successor(nodes: Iterable[Node], leaving: str, fingerprint: str) -> Node | None:
+    """The node that takes over from decode node `leaving`: ready, of the same model, with a link
+    and the most room. None: what runs is finished where it is, or waits there."""
+    fit = [
+        node
+        for node in nodes
+        if node.role == "decode"
+        and node.state == "ready"
+        and node.name != leaving
+        and node.fingerprint == fingerprint
+        and node.link
+        and node.rpc
+    ]
+    return min(fit, key=lambda node: (_busy(node), node.name)) if fit else None
+
+
+def _busy(node: Node) -> float:
+    return float(node.facts.get("rows") or 0) / float(node.facts.get("slots") or 1)
+
+
+class Homes:
+    """The pointers. Raises what Redis raises. Thread-safe."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._client = client
+
+    def of(self, conversation: str) -> str:
+        """The conversation's home, or "" where no pointer says."""
+        found = cast("bytes | None", self._client.hget(key_of(conversation), "node"))
+        return (found or b"").decode()
+
+    def of_all(self, conversations: Sequence[str]) -> list[str]:
+        """The homes of several conversations, in their order."""
+        pipe = self._client.pipeline(transaction=False)
+        for conversation in conversations:
+            pipe.hget(key_of(conversation), "node")
+        return [(found or b"").decode() for found in pipe.execute()]
+
+    def begin(self, conversation: str, node: str) -> None:
+        """Say where a conversation that has no job yet is."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hset(key_of(conversation), "node", node)
+        pipe.expire(key_of(conversation), KEEP)
+        pipe.execute()
+
+    def forget(self, conversation: str) -> None:
+        """The conversation is deleted."""
+        self._client.delete(key_of(conversation))

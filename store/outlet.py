@@ -1,0 +1,91 @@
+"""Exports that another machine reads piece by piece through the store's RPC.
+
+A bundle is written to a file of this machine first, so that reading it holds up nobody; few are
+there at once, and one that nobody has read from for long is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from store.errors import StoreError
+
+if TYPE_CHECKING:
+    from store.store import Store
+
+MAX_OPEN = 4
+KEEP_SECONDS = 600.0
+MAX_READ = 8 << 20
+"""Bytes of one answer."""
+
+
+class Outlet:
+    """Bundles on their way out. Thread-safe."""
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        """Removes what an earlier process left in `directory`, which is made when needed."""
+        self._store = store
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[int, float]] = {}
+        with contextlib.suppress(OSError):
+            for path in directory.iterdir():
+                path.unlink(missing_ok=True)
+
+    def open(self, ident: str) -> dict[str, Any]:
+        """Write a bundle of conversation `ident`: {"name", "bytes"}. Raises StoreError."""
+        name = secrets.token_hex(8)
+        with self._lock:
+            self._sweep()
+            if len(self._open) >= MAX_OPEN:
+                raise StoreError(f"{MAX_OPEN} conversations are being exported: try again later")
+            self._open[name] = (-1, time.monotonic())
+        path = self._directory / name
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._store.export_conversation(ident, path)
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            self.close(name)
+            raise StoreError(f"the export cannot be written: {error.strerror}") from error
+        except BaseException:
+            self.close(name)
+            raise
+        path.unlink(missing_ok=True)  # it is gone with this process, whatever happens
+        with self._lock:
+            self._open[name] = (fd, time.monotonic())
+        return {"name": name, "bytes": os.fstat(fd).st_size}
+
+    def read(self, name: str, offset: int) -> bytes:
+        """Up to MAX_READ bytes of a bundle; none at its end. Raises StoreError."""
+        with self._lock:
+            fd, _ = self._open.get(name, (-1, 0.0))
+            if fd < 0:
+                raise StoreError("this export is not open any more: begin it again")
+            self._open[name] = (fd, time.monotonic())
+            return os.pread(fd, MAX_READ, offset)
+
+    def close(self, name: str) -> None:
+        """Forget a bundle; harmless where it is gone."""
+        with self._lock:
+            fd, _ = self._open.pop(name, (-1, 0.0))
+        if fd >= 0:
+            os.close(fd)
+
+    def close_all(self) -> None:
+        """Forget all of them."""
+        for name in list(self._open):
+            self.close(name)
+
+    def _sweep(self) -> None:
+        limit = time.monotonic() - KEEP_SECONDS
+        for name, (fd, used) in list(self._open.items()):
+            if fd >= 0 and used < limit:
+                del self._open[name]
+                os.close(fd)
