@@ -114,6 +114,11 @@ class Inbox:
         self._memory.release(arrival.granted)
         return arrival.pieces
 
+    def arrivals(self) -> dict[str, Arrival]:
+        """What is here, whole or not, by transfer, oldest first. Their pieces grow meanwhile."""
+        with self._lock:
+            return dict(self._arrivals)
+
     def discard(self, response: str) -> None:
         """Drop what is here for a job that needs it no more. Harmless when there is nothing."""
         with self._lock:

@@ -31,6 +31,34 @@ class Restored:
     ids: list[int]
     schedule: list[list[int]]
     rope_delta: int
+    early: int = 0
+    """How many of the tokens were in the arrays before somebody asked for them."""
+
+
+class Restoring:
+    """A state that is being put into its arrays; used on the engine's thread."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        """There is room for `tokens` tokens, and some of the next ones."""
+        self._model = model
+        self._importer = _importer(model, tokens)
+        self.capacity = _capacity(tokens)
+
+    def add(self, rows: Sequence[Piece]) -> None:
+        """Put the next rows to their places, checked but for their token ids.
+
+        Raises CodecError; nothing can be made of this any more then.
+        """
+        self._importer.add_all(rows)
+
+    def finish(self, rows: Sequence[Piece], snapshot: Piece, ids: Sequence[int]) -> Restored:
+        """The state, with the last rows and the snapshot, for the prompt `ids`. Raises CodecError
+        as `restore` does."""
+        if snapshot.header.kind != "snapshot":
+            raise CodecError("the state has no snapshot: recompute it")
+        _told(self._model, snapshot.header, ids)
+        self._importer.add_all(rows)
+        return _restored(self._model, self._importer, snapshot, ids)
 
 
 def restore(model: Model, pieces: Sequence[Piece], ids: Sequence[int]) -> Restored:
@@ -39,13 +67,9 @@ def restore(model: Model, pieces: Sequence[Piece], ids: Sequence[int]) -> Restor
     Raises CodecError where a byte is damaged, the model is another, or the token ids of the state
     are not the first of `ids`, with at least one left to feed.
     """
-    if not pieces or pieces[-1].header.kind != "snapshot":
+    if not pieces:
         raise CodecError("the state has no snapshot: recompute it")
-    *rows, snapshot = pieces
-    _told(model, snapshot.header, ids)
-    importer = _importer(model, ids)
-    importer.add_all(rows)
-    return _restored(model, importer, snapshot, ids)
+    return Restoring(model, len(ids)).finish(pieces[:-1], pieces[-1], ids)
 
 
 def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | None:
@@ -55,7 +79,7 @@ def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | No
     """
     if reader.objects:  # before anything is read: the chain is checked again with the bytes
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
-    importer = _importer(model, ids)
+    importer = _importer(model, len(ids))
 
     def finish(snapshot: Piece | Parted | None) -> Restored:
         if snapshot is None:
@@ -77,7 +101,7 @@ def load_rows(
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
     if model.mrope and any(token >= SEEN for token in ids[:tokens]):
         raise CodecError("rows with images do not say where their positions stand: recompute them")
-    importer = _importer(model, ids)
+    importer = _importer(model, len(ids))
     ends: list[int] = []
 
     def consume(pieces: Sequence[Piece]) -> None:
@@ -97,9 +121,12 @@ def load_rows(
     return reader.feed(consume, finish)
 
 
-def _importer(model: Model, ids: Sequence[int]) -> Importer:
-    capacity = (len(ids) // _ROOM + 1) * _ROOM
-    return Importer(model.layout, model.fresh_cache(), model.fingerprint, capacity)
+def _importer(model: Model, tokens: int) -> Importer:
+    return Importer(model.layout, model.fresh_cache(), model.fingerprint, _capacity(tokens))
+
+
+def _capacity(tokens: int) -> int:
+    return (tokens // _ROOM + 1) * _ROOM
 
 
 def _restored(
