@@ -177,6 +177,33 @@ def test_stripped_thinking_reuses_up_to_the_seam(tokenizers: dict[str, Tokenizer
     assert tok.decode(second.ids).count("Forty-two.") == 1
 
 
+def test_a_template_that_marks_the_last_message_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn rewrites the one before: what is shared ends there, and the prompt is whole."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ ' (now)' if loop.last and m.role == 'user' else '' }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    monkeypatch.setitem(FAMILIES, "placed", template)
+    monkeypatch.setitem(STOP, "placed", "<|im_end|>")
+    tok = Tokenizer.load(make_model_dir(tmp_path / "m", "placed"))
+    items: Items = [user("First question?")]
+    prompt = build(tok, items)
+    for number in range(4):
+        parent = answer(tok, "placed", prompt, items, f"Answer {number}.")
+        items = [*items, *parent.answer]
+        before = len(tok.encode(tok.render(messages_of(items[:-1])).cut(0, -1))) - 8
+        prompt = build(tok, [user(f"Question {number}?")], parent=parent)
+        items = [*items, user(f"Question {number}?")]
+        assert prompt.rebased
+        assert prompt.ids == whole(tok, items)
+        assert prompt.shared == common_prefix(prompt.ids, parent.ids)
+        assert before - 12 < prompt.shared < len(parent.ids)
+        assert tok.decode(prompt.ids).count("(now)") == 1
+
+
 def test_new_instructions_replace_the_old(tokenizers: dict[str, Tokenizer]) -> None:
     tok = tokenizers["chatml"]
     items: Items = [user("Hi")]

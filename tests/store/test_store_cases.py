@@ -1,10 +1,10 @@
 """Reports from people who stored state before, as tests of this store.
 
-- S01: restored, yet all recomputed. Here: `test_architectures` and `tests/workers/test_starts`
-  count what passes through the model; `tandem bench resume` prints it.
+- S01: restored, yet all recomputed. Here: `test_architectures_store` and `test_starts` count what
+  passes through the model; `tandem bench resume` prints it.
 - S02: off by one at the window. Here: `test_rings` of the codec round trips W-1, W, W+1, 2W.
-- S04: the whole prompt is stored. Here: a state must leave a token to feed (`tests/workers`,
-  `test_states`): the turn starts from an earlier state or from nothing.
+- S04: the whole prompt is sent again. Here: a state must leave a token to feed
+  (`test_other_token_ids`); `test_an_answer_to_a_long_message_is_asked_for_again` computes one.
 - S05, S06: state of others comes back. Here: token ids are compared, not names:
   `test_other_token_ids`, `test_states_of_other_token_ids_are_declined`, and
   `test_many_conversations_come_back_as_they_were`.
@@ -22,12 +22,20 @@
 - S18: keys depend on the process's hash seed. Here: `test_keys_do_not_depend_on_the_hash_seed`.
 - S19: two prefixes hash alike. Here: `test_store_states`, the test of a collision.
 - S20: interrupted answers. Here: the state handed back names its ids exactly
-  (`test_decode` of the engine); the importer refuses positions beside them.
-- S21, S22, S23: templates rewrite the past. Here: by id the stored ids are the truth
-  (`test_turns`, `test_prompt`); there is no lookup by text whose seam could be wrong.
+  (`test_a_cancelled_row_holds_its_ids_exactly`); the importer refuses positions beside them.
+- S21: templates drop old thinking. Here: `test_stripped_thinking_reuses_up_to_the_seam`,
+  `test_thoughts_that_the_template_drops`.
+- S22: text is tokenised otherwise than it was generated. Here: by id and by text that is sent back
+  the generated ids stand: `test_generated_ids_stand_even_where_text_would_tokenise_otherwise`,
+  `test_known_answers_are_their_ids`, `test_any_answers`.
+- S23: a template marks a turn by its place. Here:
+  `test_a_template_that_marks_the_last_message_is_followed`.
 - S24: states of a former model fill the disk. Here: `test_states_of_a_former_model_go_first`.
 - S25: a retry on a half-extended state. Here: stored state is immutable and copied for each
-  attempt; `test_a_row_that_cannot_start_leaves_the_state_in_memory`.
+  attempt; `test_a_forward_that_fails_leaves_the_stored_state_as_it_was`,
+  `test_a_row_that_cannot_start_leaves_the_state_in_memory`.
+
+`test_every_test_named_above_exists` holds this list to the tests.
 """
 
 from __future__ import annotations
@@ -35,6 +43,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,3 +210,13 @@ def test_states_of_a_former_model_go_first(store: Store) -> None:
     with pytest.raises(StoreError, match="no turn"):
         store.turn_ids("resp_never")
     assert store.check().clean
+
+
+def test_every_test_named_above_exists() -> None:
+    tests = Path(__file__).parents[1]
+    files = {path.stem: path.read_text() for path in tests.rglob("test_*.py")}
+    named = set(re.findall(r"`(test_\w+)`", __doc__ or ""))
+    assert len(named) > 20
+    text = "\n".join(files.values())
+    missing = {name for name in named if name not in files and f"def {name}(" not in text}
+    assert not missing

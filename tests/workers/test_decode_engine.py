@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from store.errors import StoreError
 from worker_decode.answers import sampling
 from worker_decode.turns import compose, conversation_of
 
+SOAK = bool(os.environ.get("TANDEM_SOAK"))
 LONG = 700  # more than one block of the tiny model
 
 
@@ -177,6 +179,37 @@ def test_a_row_that_cannot_start_leaves_the_state_in_memory(
         node.engine.add(node.execution(two), two)
     assert (node.engine.facts()["hot"], node.memory.used) == (1, used)
     assert facts(node.answer(following(node, one)))["path"] == "hot"
+
+
+def test_a_forward_that_fails_leaves_the_stored_state_as_it_was(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any chunk of a resumed turn, again and again: nothing is half extended, or held."""
+    one = first(length=LONG)
+    node.answer(one)
+    node.settle()
+    two = following(node, one, more=2 * node.model.chunk + 40)
+    real, left = Model.forward, 0
+
+    def failing(self: Model, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        if not left:
+            raise RuntimeError("[metal] out of memory")
+        left -= 1
+        return real(self, *args, **kwargs)
+
+    for number in range(200 if SOAK else 12):
+        left = number % 3
+        monkeypatch.setattr(Model, "forward", failing)
+        finished = node.run(node.execution(two))
+        monkeypatch.setattr(Model, "forward", real)
+        assert finished.error is not None
+        assert (node.memory.used, len(node.store.pins), node.engine.facts()["hot"]) == (0, 0, 0)
+        assert node.engine.free() == node.config.decode.slots
+    node.events.clear()
+    assert facts(node.answer(two))["path"] == "restored"
+    assert node.said(two) == node.oracle(two)
+    assert node.store.check().clean
 
 
 def test_cancelling_drops_the_row_and_what_arrived(node: Node, loaded: Model) -> None:
