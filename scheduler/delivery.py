@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
@@ -17,8 +17,8 @@ from scheduler.api.backend import Backend
 from scheduler.api.faults import Fault
 from scheduler.api.lookup import find_job
 from scheduler.api.stream import LogLost, gone
-from scheduler.api.view import EventView, replayed
-from scheduler.record import JobError
+from scheduler.api.view import replayed
+from scheduler.record import Job, JobError
 
 log = logging.getLogger("tandem.api")
 
@@ -59,41 +59,53 @@ async def abandon(backend: Backend, response: str) -> None:
         await run_in_threadpool(backend.jobs.abandon, response)
 
 
-async def follow(
-    backend: Backend, response: str, after: int = -1
-) -> AsyncGenerator[dict[str, Any] | None, None]:
-    """A response's events numbered above `after`, in OpenAI's shape, to its end.
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
-    None where nothing has come for a while. Where the log cannot be followed to its end, the last
-    event is of type "error".
+
+class View(Protocol[T_co]):
+    """How a client is told of a response's events."""
+
+    def render(self, seq: int, data: Mapping[str, Any], ended: Job | None = None) -> T_co:
+        """The event numbered `seq`; `ended`: the job after its end, for a terminal event."""
+        ...
+
+
+async def follow(
+    backend: Backend, job: Job, view: View[T], after: int = -1
+) -> AsyncGenerator[list[T], None]:
+    """A response's events numbered above `after` as `view` renders them, to the response's end.
+
+    All that are there at once; an empty list where nothing has come for a while. Where the log
+    cannot be followed to its end, the last event is of type "error".
     """
-    job = await run_in_threadpool(find_job, backend, response)
-    view = EventView(job)
     if not job.events:
-        for seq, data in enumerate(replayed(job)):
-            rendered = view.render(seq, data, job if events.is_terminal(data) else None)
-            if seq > after:
-                yield rendered
+        logged = list(enumerate(replayed(job)))
+        told = [view.render(n, d, job if events.is_terminal(d) else None) for n, d in logged]
+        yield told[after + 1 :]
         return
     seq = -1
     try:
-        async with contextlib.aclosing(backend.hub.follow(response)) as logged:
-            async for event in logged:
-                if event is None:
-                    yield None
+        async with contextlib.aclosing(backend.hub.follow(job.id)) as batches:
+            async for new in batches:
+                if not new:
+                    yield []
                     continue
-                seq, ended = event.seq, None
-                if events.is_terminal(event.data):
-                    ended = await run_in_threadpool(find_job, backend, response)
-                rendered = view.render(seq, event.data, ended)
-                if seq > after:
-                    yield rendered
+                ended, last = None, new[-1].seq
+                if events.is_terminal(new[-1].data):
+                    ended = await run_in_threadpool(find_job, backend, job.id)
+                told = [view.render(n, d, ended if n == last else None) for n, d in new]
+                seq = last
+                if after < new[0].seq:
+                    yield told
+                elif after < last:
+                    yield told[after - last :]
     except (LogLost, Fault) as error:
-        log.warning("the stream of %s ends early: %s", response, error)
-        yield {
+        log.warning("the stream of %s ends early: %s", job.id, error)
+        lost = {
             "type": "error",
-            "sequence_number": seq + 1,
             "code": "service_unavailable",
-            "message": f"the stream cannot go on ({error}): retrieve {response} to see its end",
+            "message": f"the stream cannot go on ({error}): retrieve {job.id} to see its end",
             "param": None,
         }
+        yield [view.render(seq + 1, lost)]

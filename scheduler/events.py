@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import redis
 import redis.asyncio
@@ -25,8 +25,7 @@ _TEXT_DELTA = "response.output_text.delta"
 _OPENING = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One entry of a log: its number from 0, and its data with at least "type"."""
 
     seq: int

@@ -21,7 +21,7 @@ from scheduler.jobs import CANCELLED_EVENT
 from scheduler.ledger.clock import Clock
 from scheduler.queue import PREFILL, decode_queue
 from scheduler.record import Job, Result, parse
-from scheduler.serializer import pack
+from scheduler.serializer import pack, unpack
 
 #: "done": this very run ended the job before. "lost": the job belongs to somebody else.
 Outcome = Literal["ok", "done", "lost", "cancel", "behind"]
@@ -371,5 +371,5 @@ def append_rows(
     client: redis.Redis, rows: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Outcome, int]]:
     """Append events of several runs in one step, told in one message: outcomes and counts."""
-    answers = scripts.call(client, "append", {"rows": list(rows)})
-    return [(cast(Outcome, answer[0].decode()), int(answer[1])) for answer in answers]
+    answers = unpack(scripts.call(client, "append", {"rows": list(rows)}))
+    return [(cast(Outcome, outcome), int(count)) for outcome, count in answers]

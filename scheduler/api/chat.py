@@ -7,8 +7,7 @@ and its exact token ids are continued (see `scheduler.api.threads`).
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
@@ -20,13 +19,16 @@ from scheduler.api import chat_stored
 from scheduler.api.backend import Backend
 from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault
+from scheduler.api.frames import Spliced, encode
 from scheduler.api.intake import accept
 from scheduler.api.lookup import find_job
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
-from scheduler.api.view import response_object
+from scheduler.api.view import EventView, response_object
 from scheduler.delivery import abandon, follow, wait
+from scheduler.record import Job
 
+_TEXT_DELTA = "response.output_text.delta"
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
 
 
@@ -140,52 +142,71 @@ async def _chunks(
     backend: Backend, response: str, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent chat.completion.chunk objects; empty ones while nothing else comes."""
-    base: dict[str, Any] = {}
-    calls = 0
-    async with contextlib.aclosing(follow(backend, response)) as events:
-        async for event in events:
-            if event is None:
-                if base:
-                    yield _sse(_delta(base, {}))
-            elif event["type"] == "response.created":
-                base = _frame(event["response"], "chat.completion.chunk")
-                yield _sse(_delta(base, {"role": "assistant", "content": ""}))
-            elif event["type"] == "response.output_text.delta":
-                if event["delta"] or event["logprobs"]:
-                    said = {"content": event["delta"]}
-                    yield _sse(_delta(base, said, logprobs=event["logprobs"]))
-            elif event["type"] == "response.reasoning_text.delta":
-                if event["delta"]:
-                    yield _sse(_delta(base, {"reasoning_content": event["delta"]}))
-            elif event["type"] == "response.output_item.added":
-                if event["item"]["type"] == "function_call":
-                    yield _sse(_delta(base, {"tool_calls": [_call(event["item"], calls)]}))
-                    calls += 1
-            elif event["type"] == "response.function_call_arguments.delta":
-                piece = {"index": calls - 1, "function": {"arguments": event["delta"]}}
-                yield _sse(_delta(base, {"tool_calls": [piece]}))
-            elif event["type"] in ("response.completed", "response.incomplete"):
-                made = event["response"]
-                yield _sse(_delta(base, {}, finish_reason(made)))
-                if include_usage:
-                    yield _sse({**base, "choices": [], "usage": usage(made)})
-                yield b"data: [DONE]\n\n"
-            elif event["type"] == "response.failed":
-                error = event["response"]["error"]
-                yield _sse(Fault(500, error["message"], code=error["code"]).body())
-            elif event["type"] == "error":
-                yield _sse(Fault(503, event["message"], code=event["code"]).body())
+    job = await run_in_threadpool(find_job, backend, response)
+    chunks = _Chunks(job, include_usage)
+    async with contextlib.aclosing(follow(backend, job, chunks)) as batches:
+        async for new in batches:
+            if told := b"".join(new) if new else chunks.alive():
+                yield told
 
 
-def _delta(
-    base: dict[str, Any],
-    delta: dict[str, Any],
-    finish: str | None = None,
-    logprobs: list[Any] | None = None,
-) -> dict[str, Any]:
-    told = {"content": logprobs, "refusal": None} if logprobs else None
-    choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
-    return {**base, "choices": [choice]}
+class _Chunks:
+    """A response's events as chunks, in order from the first."""
+
+    def __init__(self, job: Job, include_usage: bool) -> None:
+        self._view = EventView(job)
+        self._include_usage = include_usage
+        self._base: dict[str, Any] = {}
+        self._calls = 0
+        self._content: Spliced | None = None
+
+    def alive(self) -> bytes:
+        """What is sent while nothing comes; nothing before the first chunk."""
+        return self._said({}) if self._base else b""
+
+    def render(self, seq: int, data: Mapping[str, Any], ended: Job | None = None) -> bytes:
+        """The chunks that an event means here; mostly one or none."""
+        if data["type"] == _TEXT_DELTA and not data.get("logprobs"):
+            if self._content is None:
+                self._content = Spliced(lambda text, _: self._said({"content": text}))
+            return self._content(data["delta"]) if data["delta"] else b""
+        event = self._view.render(seq, data, ended)
+        kind = event["type"]
+        if kind == "response.created":
+            self._base = _frame(event["response"], "chat.completion.chunk")
+            return self._said({"role": "assistant", "content": ""})
+        if kind == _TEXT_DELTA:
+            return self._said({"content": event["delta"]}, logprobs=event["logprobs"])
+        if kind == "response.reasoning_text.delta":
+            return self._said({"reasoning_content": event["delta"]}) if event["delta"] else b""
+        if kind == "response.output_item.added" and event["item"]["type"] == "function_call":
+            self._calls += 1
+            return self._said({"tool_calls": [_call(event["item"], self._calls - 1)]})
+        if kind == "response.function_call_arguments.delta":
+            piece = {"index": self._calls - 1, "function": {"arguments": event["delta"]}}
+            return self._said({"tool_calls": [piece]})
+        if kind in ("response.completed", "response.incomplete"):
+            made = event["response"]
+            told = self._said({}, finish_reason(made))
+            if self._include_usage:
+                told += _sse({**self._base, "choices": [], "usage": usage(made)})
+            return told + b"data: [DONE]\n\n"
+        if kind == "response.failed":
+            error = event["response"]["error"]
+            return _sse(Fault(500, error["message"], code=error["code"]).body())
+        if kind == "error":
+            return _sse(Fault(503, event["message"], code=event["code"]).body())
+        return b""
+
+    def _said(
+        self,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: list[Any] | None = None,
+    ) -> bytes:
+        told = {"content": logprobs, "refusal": None} if logprobs else None
+        choice = {"index": 0, "delta": delta, "logprobs": told, "finish_reason": finish}
+        return _sse({**self._base, "choices": [choice]})
 
 
 def _frame(made: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -199,8 +220,7 @@ def _frame(made: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _sse(data: dict[str, Any]) -> bytes:
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + encode(data).encode("utf-8", "replace") + b"\n\n"
 
 
 def _renamed(fault: Fault) -> Fault:

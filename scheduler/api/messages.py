@@ -15,15 +15,18 @@ from starlette.responses import Response
 from scheduler import events
 from scheduler.api.backend import Backend
 from scheduler.api.faults import ANTHROPIC, Fault
+from scheduler.api.frames import frame
 from scheduler.api.intake import accept, count_tokens
 from scheduler.api.items import output_items
 from scheduler.api.lookup import find_job
 from scheduler.api.message_requests import CountRequest, MessagesRequest, to_response_request
 from scheduler.api.sessions import session_of
-from scheduler.api.stream import EventStream, frame
-from scheduler.api.view import facts, response_object
+from scheduler.api.stream import EventStream
+from scheduler.api.view import EventView, facts, response_object
 from scheduler.delivery import abandon, follow, wait
 from scheduler.record import Job
+
+_PING = frame({"type": "ping"})
 
 
 def router(backend: Backend) -> APIRouter:
@@ -152,32 +155,29 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Anthropic's server-sent events; pings while nothing else comes."""
     job = await run_in_threadpool(find_job, backend, response)
-    yield frame({"type": "message_start", "message": _message(job)})
-    yield frame({"type": "ping"})
+    yield frame({"type": "message_start", "message": _message(job)}) + _PING
     blocks = _Blocks(shown)
-    async with contextlib.aclosing(follow(backend, response)) as followed:
-        async for event in followed:
-            kind = "ping" if event is None else event["type"]
-            if kind == "ping":
-                yield frame({"type": "ping"})
-            elif event is None:
-                continue
-            elif kind in ("response.completed", "response.incomplete"):
-                for told in blocks.close():
-                    yield frame(told)
-                job = await run_in_threadpool(find_job, backend, response)
-                reason, stop = await run_in_threadpool(_stop, backend, job, stops)
-                ended = {"stop_reason": reason, "stop_sequence": stop}
-                yield frame({"type": "message_delta", "delta": ended, "usage": _usage(job)})
-                yield frame({"type": "message_stop"})
-            elif kind == "response.failed":
-                error = Fault(500, event["response"]["error"]["message"])
-                yield frame(error.body(ANTHROPIC))
-            elif kind == "error":
-                yield frame(Fault(503, event["message"]).body(ANTHROPIC))
-            else:
-                for told in blocks.tell(event):
-                    yield frame(told)
+    async with contextlib.aclosing(follow(backend, job, EventView(job))) as batches:
+        async for new in batches:
+            told = [] if new else [_PING]
+            for event in new:
+                kind = event["type"]
+                if kind in ("response.completed", "response.incomplete"):
+                    told += map(frame, blocks.close())
+                    ended = await run_in_threadpool(find_job, backend, response)
+                    reason, stop = await run_in_threadpool(_stop, backend, ended, stops)
+                    delta = {"stop_reason": reason, "stop_sequence": stop}
+                    last = {"type": "message_delta", "delta": delta, "usage": _usage(ended)}
+                    told += [frame(last), frame({"type": "message_stop"})]
+                elif kind == "response.failed":
+                    error = Fault(500, event["response"]["error"]["message"])
+                    told.append(frame(error.body(ANTHROPIC)))
+                elif kind == "error":
+                    told.append(frame(Fault(503, event["message"]).body(ANTHROPIC)))
+                else:
+                    told += map(frame, blocks.tell(event))
+            if told:
+                yield b"".join(told)
 
 
 class _Blocks:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from scheduler.api.stream import DIRECT
+
 if TYPE_CHECKING:
     from scheduler.api.metrics import Metrics
 
@@ -30,6 +32,7 @@ class Meter:
                 status = message["status"]
             await send(message)
 
+        scope[DIRECT] = send
         try:
             await self._app(scope, receive, watched)
         finally:

@@ -15,11 +15,12 @@ from scheduler.api import compaction, explained
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
+from scheduler.api.frames import COMMENT, EventFrames, frame
 from scheduler.api.intake import accept, count_tokens
 from scheduler.api.lookup import Order, find_job, input_items, page
 from scheduler.api.schema import ResponseRequest
 from scheduler.api.sessions import session_of
-from scheduler.api.stream import COMMENT, EventStream, frame
+from scheduler.api.stream import EventStream
 from scheduler.api.view import response_object
 from scheduler.delivery import abandon, follow, wait
 from scheduler.record import LIVE
@@ -145,12 +146,13 @@ async def _frames(backend: Backend, response: str, after: int = -1) -> AsyncGene
     Such a sign of life is in no log. It repeats the number of the event before it, so that a
     client that goes on from the last number it saw misses nothing and gets nothing twice.
     """
+    job = await run_in_threadpool(find_job, backend, response)
     number = after
-    async with contextlib.aclosing(follow(backend, response, after)) as events:
-        async for event in events:
-            if event is not None:
-                number = event["sequence_number"]
-                yield frame(event)
+    async with contextlib.aclosing(follow(backend, job, EventFrames(job), after)) as batches:
+        async for new in batches:
+            if new:
+                number += len(new)
+                yield b"".join(new)
             elif number < 0:
                 yield COMMENT
             else:

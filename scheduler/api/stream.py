@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
 
 import msgpack
 import redis.asyncio
@@ -24,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler import events
 from scheduler.events import Event
-from scheduler.serializer import unpack
 
 log = logging.getLogger("tandem.api")
 
@@ -34,6 +30,8 @@ LOST_AFTER = 30.0
 """Seconds without Redis after which a follower gives up."""
 BACKLOG = 2000
 """Events kept in memory for one follower before it is sent back to the log."""
+AT_ONCE = 200
+"""Events read from a log at once: others wait while they are decoded and written."""
 CHANNEL = "tandem:live"
 LISTEN_WITHIN = 5.0
 """Seconds to wait for the connection that hears events, before reading the log without it."""
@@ -50,31 +48,42 @@ class _Follower:
     __slots__ = ("behind", "heard", "sleeper", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: deque[Event] = deque()
+        self.waiting: list[Event] = []
         self.sleeper: asyncio.Future[None] | None = None
         self.behind = False  # the log has something that `waiting` has not
         self.heard = time.monotonic()
 
     def push(self, new: list[Event]) -> None:
         if len(self.waiting) + len(new) > BACKLOG:
-            self.waiting.clear()
+            self.waiting = []
             self.behind = True
         if not self.behind:
-            self.waiting.extend(new)
+            self.waiting += new
         self.wake()
 
-    def wake(self) -> None:
-        if self.sleeper is not None and not self.sleeper.done():
-            self.sleeper.set_result(None)
+    def take(self, after: int) -> list[Event]:
+        """What waits after event `after`, up to a gap; then it is behind."""
+        new, self.waiting = self.waiting, []
+        if new[0].seq == after + 1 and new[-1].seq == after + len(new):
+            return new
+        found = []
+        for event in new:
+            if event.seq > after + 1:
+                self.behind = True
+                break
+            if event.seq == after + 1:
+                found.append(event)
+                after += 1
+        return found
 
-    async def sleep(self) -> None:
-        """Until there is something new, or nothing for long."""
-        self.heard = time.monotonic()
-        self.sleeper = asyncio.get_running_loop().create_future()
-        try:
-            await self.sleeper
-        finally:
-            self.sleeper = None
+    def wake(self) -> None:
+        sleeper, self.sleeper = self.sleeper, None
+        if sleeper is not None and not sleeper.done():
+            sleeper.set_result(None)
+
+
+def _unpacker() -> msgpack.Unpacker:
+    return msgpack.Unpacker(raw=False, strict_map_key=False)
 
 
 class EventHub:
@@ -91,6 +100,8 @@ class EventHub:
         self._hearing = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._up_at = time.monotonic()
+        # One for all events: making one costs more than an event.
+        self._unpacker = _unpacker()
 
     def start(self) -> None:
         """Begin; call inside the event loop."""
@@ -102,12 +113,14 @@ class EventHub:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def follow(self, response: str, after: int = -1) -> AsyncGenerator[Event | None, None]:
-        """Events with a number above `after`, to the terminal one; None after 10 s of silence.
+    async def follow(self, response: str, after: int = -1) -> AsyncGenerator[list[Event], None]:
+        """Events with a number above `after`, to the terminal one, all that are there at once.
 
-        Raises LogLost where the log is gone or Redis stays away.
+        An empty list after 10 s of silence. Raises LogLost where the log is gone, or Redis stays
+        away.
         """
         me = _Follower()
+        loop = asyncio.get_running_loop()
         self._followers.setdefault(response.encode(), set()).add(me)
         self._wanted.set()
         try:
@@ -118,26 +131,25 @@ class EventHub:
             while True:
                 if me.behind:
                     me.behind = False
-                    async for event in self._logged(response, after):
-                        after = event.seq
-                        yield event
-                        if events.is_terminal(event.data):
+                    async for new in self._logged(response, after):
+                        after = new[-1].seq
+                        yield new
+                        if events.is_terminal(new[-1].data):
                             return
                 elif me.waiting:
-                    event = me.waiting.popleft()
-                    if event.seq > after + 1:
-                        me.behind = True
-                    elif event.seq == after + 1:
-                        after = event.seq
-                        yield event
-                        if events.is_terminal(event.data):
+                    if new := me.take(after):
+                        after = new[-1].seq
+                        yield new
+                        if events.is_terminal(new[-1].data):
                             return
                 else:
-                    await me.sleep()
+                    me.heard = loop.time()
+                    me.sleeper = loop.create_future()
+                    await me.sleeper
                     if not me.waiting and not me.behind:
                         await self._check(response)
                         me.behind = True
-                        yield None
+                        yield []
         except (RedisError, OSError) as error:
             raise LogLost(f"Redis cannot be reached ({type(error).__name__})") from error
         finally:
@@ -152,11 +164,11 @@ class EventHub:
         if not self._followers:
             self._wanted.clear()
 
-    async def _logged(self, response: str, after: int) -> AsyncIterator[Event]:
+    async def _logged(self, response: str, after: int) -> AsyncIterator[list[Event]]:
         """The log from an event on; waits out a short absence of Redis."""
         while True:
             try:
-                batch = await events.aread(self._client, response, after, count=1000)
+                batch = await events.aread(self._client, response, after, count=AT_ONCE)
             except (RedisError, OSError):
                 if time.monotonic() - self._up_at > LOST_AFTER:
                     raise
@@ -164,8 +176,7 @@ class EventHub:
                 continue
             if not batch:
                 return
-            for event in batch:
-                yield event
+            yield batch
             after = batch[-1].seq
 
     async def _check(self, response: str) -> None:
@@ -192,7 +203,7 @@ class EventHub:
                     self._up_at = time.monotonic()
                     if message is not None:
                         self._deliver(message["data"])
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, ValueError) as error:
                 log.warning("events cannot be heard: %s; trying again", error)
                 await asyncio.sleep(RETRY_EVERY)
             finally:
@@ -215,18 +226,18 @@ class EventHub:
         for name, first, packed in msgpack.unpackb(data, raw=True):
             group = self._followers.get(name)
             if group:
-                new = [Event(first + i, unpack(event)) for i, event in enumerate(packed)]
+                self._unpacker.feed(b"".join(packed))
+                new = [Event(first + i, event) for i, event in enumerate(self._unpacker)]
+                if len(new) != len(packed):
+                    self._unpacker = _unpacker()
+                    new = []
                 for follower in group:
+                    follower.behind |= not new
                     follower.push(new)
 
 
-def frame(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {data['type']}\ndata: {text}\n\n".encode("utf-8", "replace")
-
-
-COMMENT = b": keep-alive\n\n"
+DIRECT = "tandem.send"
+"""Key of a request's scope: the way to the client that nothing in between looks at."""
 
 
 class EventStream(Response):
@@ -254,7 +265,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        sending = asyncio.create_task(self._send(send))
+        # What stands between looks at how an answer begins: every further piece passes it by.
+        sending = asyncio.create_task(self._send(scope.get(DIRECT, send)))
         leaving = asyncio.create_task(gone(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)

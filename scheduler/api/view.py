@@ -207,8 +207,8 @@ class EventView:
         elif ended is not None:
             out["response"] = response_object(ended)
         elif kind == "response.output_text.delta":
-            self._text.append(str(data.get("delta", "")))
-            out.update(self._at(data), delta=self._text[-1], logprobs=data.get("logprobs") or [])
+            self.hear(text := str(data.get("delta", "")))
+            out.update(self._at(data), delta=text, logprobs=data.get("logprobs") or [])
         elif kind == "response.output_text.done":
             out.update(self._at(data), text=self._said(data), logprobs=data.get("logprobs") or [])
         elif kind == "response.content_part.added":
@@ -226,6 +226,10 @@ class EventView:
         else:
             out.update({k: v for k, v in data.items() if k not in ("type", "ids")})
         return out
+
+    def hear(self, text: str) -> None:
+        """Remember a piece of the answer that is rendered elsewhere."""
+        self._text.append(text)
 
     def _said(self, data: Mapping[str, Any]) -> str:
         text = data.get("text")

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgpack
 
-from scheduler.api.stream import frame
+from scheduler.api.frames import frame
 from scheduler.api.view import EventView
 from scheduler.bench.stream_parts import STEPS, stamp, write_model_dir
 from scheduler.config import JobsConfig

@@ -1,6 +1,7 @@
 -- Append events of runs: args.rows of {id, run, first, events, tokens}. first: number of the row's
 -- first event, as its writer counts. All rows are told of in one message.
--- Returns for each row {ok | lost | done | behind, count of events}.
+-- Returns for each row {ok | lost | done | behind, count of events}, packed: one value is read
+-- sooner than many.
 local live = {}
 
 local function add(row)
@@ -11,8 +12,11 @@ local function add(row)
   if not status or run ~= row.run then return {'lost', seq} end
   if TERMINAL[status] then return {'done', seq} end
   if row.first > seq then return {'behind', seq} end
-  local fresh = {}
-  for i = seq - row.first + 1, #row.events do fresh[#fresh + 1] = row.events[i] end
+  local fresh = row.events
+  if row.first < seq then
+    fresh = {}
+    for i = seq - row.first + 1, #row.events do fresh[#fresh + 1] = row.events[i] end
+  end
   if #fresh > 0 then seq = append(row.id, fresh, live, seq) end
   if row.tokens then
     if not told then
@@ -33,4 +37,4 @@ end
 local answers = {}
 for i, row in ipairs(args.rows) do answers[i] = add(row) end
 tell(live)
-return answers
+return cmsgpack.pack(answers)

@@ -16,8 +16,12 @@ from hypothesis import strategies as st
 from redis_kit import Server
 
 from scheduler.api import stream
-from scheduler.api.stream import EventHub, LogLost, frame
+from scheduler.api.frames import EventFrames, Spliced, frame
+from scheduler.api.stream import EventHub, LogLost
+from scheduler.api.view import EventView
 from scheduler.events import key
+from scheduler.jobs import Jobs
+from scheduler.record import Job, NewJob
 from scheduler.redis_client import connect, connect_async
 from scheduler.serializer import pack
 
@@ -64,7 +68,7 @@ async def hub(url: str) -> AsyncIterator[EventHub]:
 
 
 async def collect(made: EventHub, name: str = NAME, after: int = -1) -> list[int]:
-    return [e.data["n"] async for e in made.follow(name, after) if e is not None]
+    return [e.data["n"] async for new in made.follow(name, after) for e in new]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -120,8 +124,8 @@ def test_silence_is_told_and_ends_a_lost_last_word(
         writer.write("a")
         async with hub(redis_url) as made:
             seen: list[int | None] = []
-            async for event in made.follow(NAME):
-                seen.append(event.data["n"] if event else None)
+            async for new in made.follow(NAME):
+                seen += [event.data["n"] for event in new] or [None]
                 if seen.count(None) == 2:
                     writer.write("response.completed", told=False)
             assert seen[0] == 0
@@ -142,16 +146,35 @@ def test_a_slow_reader_is_served_from_the_log(
         writer = Writer(client)
         writer.write("a")
         async with hub(redis_url) as made:
-            seen = []
-            async for event in made.follow(NAME):
-                assert event is not None
-                seen.append(event.data["n"])
+            seen: list[int] = []
+            async for new in made.follow(NAME):
+                assert new
+                seen += [event.data["n"] for event in new]
                 if len(seen) == 1:
                     for _ in range(30):
                         writer.write("b")
                     writer.end()
                     await until(lambda: any(f.behind for g in made._followers.values() for f in g))
             assert seen == list(range(32))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("told", [b"\xc1", b"", msgpack.packb([[NAME.encode(), 1, [b"\xda"]]])])
+def test_a_message_that_is_none_is_read_from_the_log(
+    client: redis.Redis, redis_url: str, told: bytes
+) -> None:
+    async def run() -> None:
+        writer = Writer(client)
+        writer.write("a")
+        async with hub(redis_url) as made:
+            task = asyncio.create_task(collect(made))
+            await until(lambda: made._hearing.is_set())
+            writer.write("b", told=False)
+            await asyncio.to_thread(client.publish, stream.CHANNEL, told)
+            await asyncio.to_thread(writer.write, "c", "d")
+            await asyncio.to_thread(writer.end)
+            assert await task == list(range(writer.seq))
 
     asyncio.run(run())
 
@@ -165,9 +188,8 @@ def test_redis_comes_back(durable_redis: Server) -> None:
                 seen: list[int] = []
 
                 async def read() -> None:
-                    async for event in made.follow(NAME):
-                        if event is not None:
-                            seen.append(event.data["n"])
+                    async for new in made.follow(NAME):
+                        seen.extend(event.data["n"] for event in new)
 
                 task = asyncio.create_task(read())
                 await until(lambda: len(seen) == 2)
@@ -204,3 +226,44 @@ def test_a_frame_is_one_event_whatever_its_text(text: str, number: int) -> None:
     data = json.loads(lines[1].removeprefix(b"data: "))
     assert data["sequence_number"] == number
     assert data["delta"] == text.encode("utf-8", "replace").decode()
+
+
+def the_job(client: redis.Redis) -> Job:
+    jobs = Jobs(client)
+    jobs.accept(NewJob(NAME, "m", {}, [0], stage="decode", background=True))
+    return jobs.get(NAME)
+
+
+def test_spliced_events_are_the_bytes_of_plain_ones(client: redis.Redis) -> None:
+    job = the_job(client)
+    places = st.fixed_dictionaries(
+        {"delta": st.text()},
+        optional={
+            "ids": st.lists(st.integers(0, 9), max_size=2),
+            "item_id": st.text(max_size=4),
+            "content_index": st.integers(0, 2),
+            "output_index": st.integers(0, 2),
+            "logprobs": st.lists(st.just({"token": "x", "logprob": -0.5}), max_size=1),
+        },
+    )
+    kinds = st.sampled_from(["output_text", "reasoning_text", "function_call_arguments"])
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(kinds, places), max_size=8))
+    def check(told: list[tuple[str, dict[str, object]]]) -> None:
+        frames, view = EventFrames(job), EventView(job)
+        logged: list[dict[str, object]] = [{"type": "response.created"}]
+        logged += [{"type": f"response.{kind}.delta", **event} for kind, event in told]
+        logged.append({"type": "response.output_text.done"})
+        for seq, data in enumerate(logged):
+            assert frames.render(seq, data) == frame(view.render(seq, data))
+
+    check()
+
+
+@given(text=st.text(), number=st.integers(0, 1 << 40))
+def test_what_is_spliced_has_a_number_or_none(text: str, number: int) -> None:
+    both = Spliced(lambda told, n: frame({"type": "t", "n": n, "at": "n", "delta": told}))
+    assert both(text, number) == frame({"type": "t", "n": number, "at": "n", "delta": text})
+    one = Spliced(lambda told, _: frame({"type": "t", "delta": told, "n": 1}))
+    assert one(text) == frame({"type": "t", "delta": text, "n": 1})
