@@ -7,13 +7,11 @@ that every process of a stack runs with exactly the same values.
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import json
 import os
 import re
 import sys
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +42,7 @@ from scheduler.sections import (
     StoreConfig,
     UpkeepConfig,
 )
+from store.paths import runtime_dir
 
 __all__ = [
     "Config",
@@ -135,10 +134,8 @@ class Config(Section):
 
     @property
     def runtime_dir(self) -> Path:
-        """Directory of this stack's sockets: short, because macOS allows 104 bytes for a path."""
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        tag = hashlib.blake2b(os.fsencode(self.data_dir), digest_size=4).hexdigest()
-        return Path(base) / f"tandem-{os.getuid()}-{tag}"
+        """Directory of this stack's sockets."""
+        return runtime_dir(self.data_dir)
 
     @property
     def decode_queue(self) -> str:

@@ -24,8 +24,20 @@ def store_dir(data: Path) -> Path:
     return data / "store"
 
 
+def runtime_dir(data: Path) -> Path:
+    """Directory of a stack's sockets, the same however a process of this user was started.
+
+    Short, because macOS allows 104 bytes for a socket's path. Not in macOS' directory for temporary
+    files: that is another one for a daemon of launchd than for a terminal, and what nobody has read
+    for three days is deleted from it, also under a server that listens there.
+    """
+    tag = hashlib.blake2b(os.fsencode(data), digest_size=4).hexdigest()
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if not base and sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "tandem" / "run" / tag
+    return Path(base or tempfile.gettempdir()) / f"tandem-{os.getuid()}-{tag}"
+
+
 def socket_path(data: Path, node: str = "local") -> Path:
     """The socket of the store's owner on this machine."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    tag = hashlib.blake2b(os.fsencode(data), digest_size=4).hexdigest()
-    return Path(base) / f"tandem-{os.getuid()}-{tag}" / f"store-{node}.sock"
+    return runtime_dir(data) / f"store-{node}.sock"

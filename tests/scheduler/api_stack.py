@@ -248,7 +248,7 @@ class Stack:
                 **sections,
             }
         )
-        self.config.runtime_dir.mkdir(mode=0o700, exist_ok=True)
+        self.config.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.store = self.open_store()
         self.rpc = serve(self.store, self.config.store_socket)
         assert self.config.model_dir is not None

@@ -18,6 +18,7 @@ from scheduler.config import (
     resolved_environment,
     without_password,
 )
+from store.paths import socket_path
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,18 @@ def test_names_derived_from_the_configuration(
     assert two.store_socket.name == "store-m3.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert one.runtime_dir.parent == Path("/run/user/7")
+    # On a Mac it depends on nothing that differs between a terminal and a daemon of launchd.
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("sys.platform", "darwin")
+    places = set()
+    for temporary in ("/tmp", "/var/folders/zz/n0000gn/T"):
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        places |= {one.store_socket, socket_path(tmp_path / "1")}
+    (place,) = places
+    assert place.parent.parent == Path.home() / "Library" / "Application Support" / "tandem" / "run"
+    assert len("/Users/sixteen-letters-") - 1 + len(str(place)) - len(str(Path.home())) <= 100
+    monkeypatch.setattr("sys.platform", "linux")
     for model, name in {
         "owner/name": "owner/name",
         "/models/GLM": "GLM",
