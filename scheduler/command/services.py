@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.config import Config, ConfigError, find_file
 from scheduler.host import data_dir, logs, service
+from scheduler.host.stack import ROLES
 from scheduler.passwords import write_private
 
 _TEXT = """\
@@ -21,14 +23,18 @@ Let the service manager of this machine (launchd, systemd) run `tandem up`: now,
 at every login.
 
   tandem service install          write the service file and start it
-  tandem service status           whether it runs, since when, what its workers say
+  tandem service status           whether it runs, and the last line of each log
   tandem service logs decode -f   follow a log; without a name all of them
   tandem service uninstall        stop it and remove the file; data stays
 
-A launchd agent starts when you log in. For a Mac that nobody logs in to, --system writes a daemon
-and prints the two commands that need sudo. On Linux, `loginctl enable-linger` does the same.
+A launchd agent starts when you log in, and macOS lets it reach the other machine only once you
+have allowed that in a dialogue. --system writes a daemon instead, which needs neither, and prints
+the two commands that need sudo: the better one on two Macs. On Linux, `loginctl enable-linger` lets
+the service run without a login.
 """
 COMMAND_SECONDS = 180.0
+NO_DOMAIN = 125
+"""What launchctl says of a domain that is not there, as that of a user who is not logged in."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -65,7 +71,7 @@ def install(args: argparse.Namespace) -> int:
     if file is None:
         raise ConfigError("a service needs a configuration file: run `tandem init` first")
     data_dir.prepare(config)
-    mac = sys.platform == "darwin"
+    mac = service.on_mac()
     plan = service.Plan(file.absolute(), config.data_dir, config.jobs.drain_seconds)
     if args.system and not mac:
         raise ConfigError("--system is for macOS; here run `loginctl enable-linger`")
@@ -84,24 +90,48 @@ def install(args: argparse.Namespace) -> int:
         raise ConfigError(f"{path} cannot be written: {error}") from None
     print(f"wrote {path}")
     if args.system:
-        target = f"/Library/LaunchDaemons/{service.LABEL}.plist"
         print("start it at every boot, whether somebody logs in or not:\n")
-        print(f"  sudo install -o root -g wheel -m 644 '{path}' {target}")
-        print(f"  sudo launchctl bootstrap system {target}")
+        print(f"  sudo install -o root -g wheel -m 644 '{path}' {service.DAEMON}")
+        print(f"  sudo launchctl bootstrap system {service.DAEMON}")
         return 0
     if args.no_start or args.output:
         return 0
+    if mac:
+        _unload(plan)
     for command in service.start_commands(path, mac):
         _run(command)
     print("started; `tandem service status` tells how it stands")
+    if mac and config.roles and len(config.roles) < len(ROLES):
+        print(
+            "macOS asks whether it may find devices on the local network: allow it (System "
+            "Settings, Privacy & Security, Local Network). Until then it cannot reach the other "
+            "machine. A daemon is not asked: `tandem service install --system`"
+        )
     return 0
+
+
+def _unload(plan: service.Plan) -> None:
+    """Have launchd forget an earlier service of ours: it refuses a second one of the same name."""
+    for command in service.stop_commands(mac=True):
+        _run(command, fatal=False)
+    end = time.monotonic() + plan.stop_seconds
+    asking = service.state_command(mac=True)
+    while _status(asking) == 0:  # it drains; `bootout` does not always wait for that
+        if time.monotonic() > end:
+            raise ConfigError("the earlier service does not stop: look at `tandem service logs`")
+        time.sleep(0.2)
 
 
 def uninstall(args: argparse.Namespace) -> int:
     """Stop the service and remove its file."""
-    path = service.place()
-    if not path.exists():
-        raise ConfigError(f"no service is installed: there is no {path}")
+    path = service.installed()
+    if path is None:
+        raise ConfigError(f"no service is installed: there is no {service.place()}")
+    if path == service.DAEMON:
+        print("it is a daemon, which root must stop and remove:\n")
+        print(f"  sudo launchctl bootout system/{service.LABEL}")
+        print(f"  sudo rm {path}")
+        return 0
     for command in service.stop_commands():
         _run(command, fatal=False)
     path.unlink()
@@ -112,11 +142,11 @@ def uninstall(args: argparse.Namespace) -> int:
 def status(args: argparse.Namespace) -> int:
     """What the service manager, the data directory and the API say; 1 where nothing runs."""
     config, _ = _configuration(args)
-    path = service.place()
+    path = service.installed()
     owner = data_dir.owner(config.data_dir)
     found = {
-        "installed": str(path) if path.exists() else "",
-        "manager": _ask(service.state_command()) if path.exists() else "",
+        "installed": str(path or ""),
+        "manager": _ask(service.state_command(path)) if path else "",
         "running": owner is not None,
         "process": owner,
         "api": config.api_url if "api" in (config.roles or ("api",)) else "",
@@ -144,6 +174,8 @@ def show_logs(args: argparse.Namespace) -> int:
         if not paths[0].exists():
             there = ", ".join(sorted(path.stem for path in folder.glob("*.log"))) or "none yet"
             raise ConfigError(f"there is no log of that name in {folder}: there are {there}")
+    if not paths:
+        print(f"no logs yet in {folder}", file=sys.stderr)
     for path in paths:
         for line in logs.tail(path, args.lines):
             print(line if args.name else f"{path.stem:<8} {line}")
@@ -170,6 +202,16 @@ def _ask(command: list[str]) -> str:
     return (states or lines or ["no answer"])[0]
 
 
+def _status(command: list[str]) -> int:
+    """The exit status of a command whose words do not matter; 127 where it is not here."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, timeout=COMMAND_SECONDS, check=False
+        ).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return 127
+
+
 def _run(command: list[str], *, fatal: bool = True) -> None:
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not here: the file is written, start it by other means")
@@ -179,4 +221,10 @@ def _run(command: list[str], *, fatal: bool = True) -> None:
     )  # fmt: skip
     if done.returncode and fatal:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
-        raise ConfigError(f"{' '.join(command)}: {lines[-1]}")
+        # launchd has a place for a user's services only while that user is logged in at the screen.
+        cure = (
+            ""
+            if f": {NO_DOMAIN}:" not in lines[-1]
+            else (". Nobody is logged in at this machine's screen: log in there, or use --system")
+        )
+        raise ConfigError(f"{' '.join(command)}: {lines[-1]}{cure}")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LABEL = "org.tandem.serve"
+#: Where a daemon of launchd lies: it starts without a login, and belongs to root.
+DAEMON = Path("/Library/LaunchDaemons") / f"{LABEL}.plist"
 UNIT = "tandem.service"
 #: Beyond the drain: states are written to the store, then Redis writes its file to the end.
 STOP_SECONDS = 120
@@ -97,17 +99,28 @@ WantedBy=default.target
 """
 
 
-def place(mac: bool = sys.platform == "darwin") -> Path:
+def on_mac() -> bool:
+    """Whether launchd runs services here, and not systemd."""
+    return sys.platform == "darwin"
+
+
+def place(mac: bool | None = None) -> Path:
     """Where the service file of this user lies."""
-    if mac:
+    if on_mac() if mac is None else mac:
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "systemd" / "user" / UNIT
 
 
-def start_commands(path: Path, mac: bool = sys.platform == "darwin") -> list[list[str]]:
+def installed() -> Path | None:
+    """The service file that is in place, a daemon's first; None where none is."""
+    found = [DAEMON, place()] if on_mac() else [place()]
+    return next((path for path in found if path.exists()), None)
+
+
+def start_commands(path: Path, mac: bool | None = None) -> list[list[str]]:
     """What makes the service manager run the service, now and at every login."""
-    if mac:
+    if on_mac() if mac is None else mac:
         return [["launchctl", "bootstrap", f"gui/{os.getuid()}", str(path)]]
     return [
         ["systemctl", "--user", "daemon-reload"],
@@ -115,17 +128,18 @@ def start_commands(path: Path, mac: bool = sys.platform == "darwin") -> list[lis
     ]
 
 
-def stop_commands(mac: bool = sys.platform == "darwin") -> list[list[str]]:
+def stop_commands(mac: bool | None = None) -> list[list[str]]:
     """What stops the service and keeps it from starting again."""
-    if mac:
+    if on_mac() if mac is None else mac:
         return [["launchctl", "bootout", f"gui/{os.getuid()}/{LABEL}"]]
     return [["systemctl", "--user", "disable", "--now", UNIT]]
 
 
-def state_command(mac: bool = sys.platform == "darwin") -> list[str]:
-    """What asks the service manager for the service's state."""
-    if mac:
-        return ["launchctl", "print", f"gui/{os.getuid()}/{LABEL}"]
+def state_command(path: Path | None = None, mac: bool | None = None) -> list[str]:
+    """What asks the service manager for the state of the service whose file is `path`."""
+    if on_mac() if mac is None else mac:
+        domain = "system" if path == DAEMON else f"gui/{os.getuid()}"
+        return ["launchctl", "print", f"{domain}/{LABEL}"]
     return ["systemctl", "--user", "is-active", UNIT]
 
 

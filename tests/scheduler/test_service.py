@@ -110,9 +110,81 @@ def test_install_status_and_uninstall(home: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["service", "uninstall"]) == 2
 
 
+LAUNCHCTL = """\
+#!/bin/sh
+echo "$1 $2" >> {folder}/calls
+case $1 in
+  print) test -e {folder}/loaded && mv {folder}/loaded {folder}/gone ;;
+  bootstrap)
+    test -e {folder}/nobody || exit 0
+    echo "Bootstrap failed: 125: no domain" >&2
+    exit 125 ;;
+esac
+"""
+
+
+@pytest.fixture
+def mac(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same user on a system that says it is macOS; launchctl notes how it is called.
+
+    While `loaded` lies beside it, it once answers that the service is there; with `nobody`, that no
+    user is logged in at the screen.
+    """
+    tool = home / "bin" / "launchctl"
+    tool.parent.mkdir()
+    tool.write_text(LAUNCHCTL.format(folder=tool.parent))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(service, "DAEMON", home / "daemon.plist")
+    return tool.parent
+
+
+def test_an_agent_takes_the_place_of_an_earlier_one(
+    mac: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "--role", "both"]) == 0
+    (mac / "loaded").touch()
+    assert cli.main(["service", "install"]) == 0
+    domain = f"gui/{os.getuid()}"
+    ours = f"{domain}/{service.LABEL}"
+    # launchd refuses a second service of the same name, so the first must be gone.
+    assert (mac / "calls").read_text().splitlines() == [
+        f"bootout {ours}", f"print {ours}", f"print {ours}", f"bootstrap {domain}",
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert "local network" not in said  # one machine asks no other
+    (mac / "nobody").touch()
+    assert cli.main(["service", "install"]) == 2
+    assert "use --system" in capsys.readouterr().err
+
+
+def test_an_agent_of_one_machine_of_two_must_be_allowed_to_reach_the_other(
+    mac: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["init", "--role", "decode", "--link", "127.0.0.1"]) == 0
+    assert cli.main(["service", "install"]) == 0
+    assert "Local Network" in capsys.readouterr().out
+
+
+def test_a_daemon_is_seen_and_left_to_root(mac: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", "--role", "both"]) == 0
+    assert cli.main(["service", "install", "--system"]) == 0
+    assert f"sudo launchctl bootstrap system {service.DAEMON}" in capsys.readouterr().out
+    service.DAEMON.touch()
+    cli.main(["service", "status"])
+    assert f"installed  {service.DAEMON}" in capsys.readouterr().out
+    assert (mac / "calls").read_text() == f"print system/{service.LABEL}\n"
+    assert cli.main(["service", "uninstall"]) == 0
+    assert f"sudo launchctl bootout system/{service.LABEL}" in capsys.readouterr().out
+    assert service.DAEMON.exists()
+
+
 def test_logs_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["init", "--role", "both"])
     folder = Config(data_dir=home / "data").data_dir / "logs"
+    assert cli.main(["service", "logs"]) == 0
+    assert f"no logs yet in {folder}" in capsys.readouterr().err
     folder.mkdir()
     (folder / "api.log").write_text("one\ntwo\n")
     capsys.readouterr()
