@@ -43,7 +43,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=raw,
     )
     submit.add_argument("file", metavar="FILE", help="text file, or - for standard input")
-    submit.add_argument("--conversation", metavar="ID", help="put it at the end of a conversation")
+    submit.add_argument("--conversation", metavar="ID", help="go on in conv_... after its newest")
     resume = subparsers.add_parser(
         "resume", help="continue by ID", description=_RESUME, formatter_class=raw
     )
@@ -66,13 +66,17 @@ def _asking_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="show an image; may be repeated",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="write at most N tokens")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N",
+        help="write at most N tokens (decode.max_output_tokens)",
+    )  # fmt: skip
     parser.add_argument("--temperature", type=float, metavar="T", help="0 (the default) is greedy")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same answer")
     parser.add_argument("--model", metavar="NAME", help="name of the served model")
     parser.add_argument(
-        "--priority", choices=("priority", "default", "flex"), help="class in the queue"
-    )
+        "--priority", choices=("priority", "default", "flex"),
+        help="priority goes before default; flex (batch work) gives way to both",
+    )  # fmt: skip
     parser.add_argument("--no-wait", action="store_true", help="print the ID and leave")
 
 

@@ -25,13 +25,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `backup` and `restore` to the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     for name, text, run in (
-        ("backup", ("copy what this machine keeps", _BACKUP), run_backup),
-        ("restore", ("put such a copy back", _RESTORE), run_restore),
+        ("backup", ("copy what this machine keeps", _BACKUP, "directory to make"), run_backup),
+        ("restore", ("put such a copy back", _RESTORE, "a backup"), run_restore),
     ):
         parser = subparsers.add_parser(
             name, help=text[0], description=text[1], formatter_class=raw,
         )  # fmt: skip
-        parser.add_argument("directory", type=data_dir.directory, metavar="DIR")
+        parser.add_argument("directory", type=data_dir.directory, metavar="DIR", help=text[2])
         config_flags(parser)
         json_flag(parser)
         parser.set_defaults(run=run)

@@ -140,6 +140,8 @@ def run_export(args: argparse.Namespace) -> int:
             with os.fdopen(fd, "wb") as file:
                 size = client.export_conversation(args.id, file)
             os.link(partial, args.file)  # fails rather than replace a file
+        except FileExistsError as error:
+            raise ClientError(f"{args.file} exists already: give another name", 2) from error
         except OSError as error:
             raise ClientError(f"{args.file} cannot be written: {error.strerror}", 2) from error
         finally:

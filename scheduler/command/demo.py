@@ -41,7 +41,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    config_flags(parser, model=MODEL)
+    config_flags(parser, model=MODEL, data="make the private directory there")
     parser.add_argument("--json", action="store_true", help="print one JSON object and no more")
     parser.add_argument("--keep", action="store_true", help="leave the stack running until Ctrl-C")
     parser.add_argument("--tokens", type=int, default=64, help="length of each answer (64)")

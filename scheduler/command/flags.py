@@ -17,14 +17,14 @@ _DATA = "data directory (TANDEM_DATA, or the platform's; see the README)"
 
 
 def config_flags(
-    parser: argparse.ArgumentParser, *, model: str = "", config: str = _CONFIG
+    parser: argparse.ArgumentParser, *, model: str = "", config: str = _CONFIG, data: str = _DATA
 ) -> None:
     """Add `--config` and `--data`, and with a help text `model` also `--model`.
 
-    `config` is the help of `--config`, for a command that does not read the file.
+    `config` and `data` are their help, for a command that uses them otherwise.
     """
     parser.add_argument("--config", type=Path, metavar="FILE", help=config)
-    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help=_DATA)
+    parser.add_argument("--data", type=data_dir.directory, metavar="DIR", help=data)
     if model:
         parser.add_argument("--model", metavar="NAME", help=model)
 

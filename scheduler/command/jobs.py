@@ -10,6 +10,7 @@ from rich.table import Table
 from scheduler.command import ask, serve, show
 from scheduler.command.flags import client_flags, client_of
 from scheduler.command.printing import age, out, place, print_json
+from scheduler.record import STATUSES
 
 _JOBS = """\
 List what waits, runs and has ended, newest first.
@@ -32,7 +33,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "jobs", help="list what waits, runs and has ended", description=_JOBS, formatter_class=raw
     )
     client_flags(jobs)
-    jobs.add_argument("--status", metavar="STAGE", help="queued, decoding, ..., or live")
+    jobs.add_argument(
+        "--status", metavar="STAGE", help=f"{', '.join(STATUSES)}, or live: what has not ended"
+    )
     jobs.add_argument("--limit", type=int, default=30, metavar="N", help="at most N (30)")
     jobs.set_defaults(run=run_jobs)
     show.register(subparsers)

@@ -59,7 +59,9 @@ def run_show(args: argparse.Namespace) -> int:
         f"{facts['new_tokens']:,} new",
         "path": facts["path"] or "",
         "hand-off": _handoff(facts["handoff"]),
-        "times": ", ".join(f"{k} {v:.2f} s" for k, v in facts["times"].items()),
+        "times": ", ".join(
+            f"{k} {v:.2f} s" for k, v in sorted(facts["times"].items(), key=lambda item: item[1])
+        ),
         "attempts": ", ".join(f"{count} {stage}" for stage, count in facts["attempts"].items()),
     }
     for name, value in rows.items():

@@ -50,6 +50,11 @@ def backup(config: Config, target: Path, say: Say) -> dict[str, Any]:
     """
     if target.exists():
         raise ConfigError(f"{target} exists already: a backup is a directory of its own")
+    kept = ("redis", "store", "secrets", "tandem.toml", "owners.json", *KEPT)
+    if not any((config.data_dir / name).exists() for name in kept):
+        raise ConfigError(
+            f"there is nothing to copy in {config.data_dir}: name the data directory with --data"
+        )
     partial = target.with_name(target.name + ".part")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -105,9 +105,23 @@ class Stack:
         self.config = self.config.model_copy(update={"model_dir": directory})
         self.supervisor.environment = resolved_environment(self.config)
 
-    def wait_ready(self) -> None:
-        """Supervise until everything that runs on this machine is ready for work."""
-        self.supervisor.wait_until(self._ready, START_SECONDS, "the stack")
+    def wait_ready(self, say: Callable[[str], None] = lambda _: None) -> None:
+        """Supervise until everything that runs on this machine is ready for work.
+
+        What is still awaited is said now and then: a large model takes minutes to load.
+        """
+        began = said = time.monotonic()
+
+        def ready() -> bool:
+            nonlocal said
+            missing = self._missing()
+            now = time.monotonic()
+            if missing and now - said >= SAY_EVERY:
+                said = now
+                say(f"waiting  {' and '.join(missing)}: not ready after {now - began:.0f} s")
+            return not missing
+
+        self.supervisor.wait_until(ready, START_SECONDS, "the stack")
 
     def facts(self) -> dict[str, Any]:
         """What the API says about itself and its nodes; empty while it does not answer."""
@@ -128,7 +142,7 @@ class Stack:
 
     def is_ready(self) -> bool:
         """Whether everything that runs on this machine is ready for work."""
-        return self._ready()
+        return not self._missing()
 
     def stop(self) -> None:
         """Stop every process and give the data directory up. Harmless when called twice."""
@@ -201,17 +215,22 @@ class Stack:
         self.supervisor.wait_until(ready, LOADING_SECONDS, "our Redis")
         return found
 
-    def _ready(self) -> bool:
+    def _missing(self) -> list[str]:
+        """What is not ready for work of what runs on this machine."""
+        found: list[str] = []
         for role in WORKERS:
             if role in self.roles:
                 try:
                     node = self._nodes.get(role, self.config.node)
                 except AWAY:
-                    return False
+                    return ["redis"]
                 # An entry may outlive its process by some seconds: the process must be ours.
                 if node is None or node.state != "ready" or node.pid != self._pid(role):
-                    return False
-        return "api" not in self.roles or bool(self.facts().get("store"))
+                    found.append(role)
+        # The API has its store when the decode worker is ready.
+        if "api" in self.roles and not found and not self.facts().get("store"):
+            found.append("api")
+        return found
 
     def _pid(self, name: str) -> int | None:
         return self.supervisor.find(name).pid

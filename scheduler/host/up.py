@@ -56,7 +56,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     worker = subparsers.add_parser(
         "worker", help="run one worker here", description=_WORKER, formatter_class=raw
     )
-    worker.add_argument("role", choices=("prefill", "decode"))
+    worker.add_argument("role", choices=("prefill", "decode"), help="which one")
     config_flags(worker, model=MODEL)
     worker.set_defaults(run=run_worker)
 
@@ -86,7 +86,8 @@ def run_up(args: argparse.Namespace) -> int:
                 stack.await_model(console.print)
 
         stack.start(console.print, before)
-        stack.wait_ready()
+        console.print(f"model    loading {stack.config.model_name}; logs in {config.data_dir}/logs")
+        stack.wait_ready(console.print)
         agent.ready = stack.config.model_name
         if "api" in roles:
             console.print(f"api      {config.api_url}/v1   model {config.model_name}")

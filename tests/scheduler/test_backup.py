@@ -96,6 +96,18 @@ def silent(_: str) -> None:
     pass
 
 
+def test_a_copy_of_nothing_is_no_backup(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "a").mkdir()
+    assert cli.main(["backup", "copy", "--data", "a"]) == 2
+    assert "nothing to copy" in capsys.readouterr().err
+    assert not (directory / "copy").exists()
+    # The machine that prefills keeps its configuration and its password.
+    (directory / "a" / "tandem.toml").touch()
+    assert cli.main(["backup", "copy", "--data", "a"]) == 0
+
+
 def test_a_running_machine_is_copied_and_put_back(directory: Path) -> None:
     machine = Machine(Config(data_dir=directory / "a"))
     (directory / "a" / "tandem.toml").write_text("# mine\n")

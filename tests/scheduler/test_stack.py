@@ -150,7 +150,11 @@ def test_our_redis_cannot_start(config: Config, monkeypatch: pytest.MonkeyPatch)
     assert_nothing_left(stack.config)
 
 
-def test_a_model_that_cannot_be_loaded(config: Config, model_dir: Path, directory: Path) -> None:
+def test_a_model_that_cannot_be_loaded(
+    config: Config, model_dir: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.host.stack.SAY_EVERY", 0.0)
+    said: list[str] = []
     broken = directory / "broken"
     shutil.copytree(model_dir, broken)
     (broken / "model.safetensors").write_bytes(b"not weights")
@@ -158,7 +162,8 @@ def test_a_model_that_cannot_be_loaded(config: Config, model_dir: Path, director
     try:
         stack.start()
         with pytest.raises(StackFailed, match=r"decode cannot run: .*cannot load.*broken"):
-            stack.wait_ready()
+            stack.wait_ready(said.append)
+        assert said[0] == "waiting  decode: not ready after 0 s"
     finally:
         stack.stop()
     assert_nothing_left(stack.config)
