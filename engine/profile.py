@@ -24,8 +24,12 @@ class Profile:
 
     `prefill` has {chunk, context, rate}, `decode` {width, context, rate} with the width of a merged
     batch, `compiled` what a compiled decode step gave beside a plain one, `state` the bytes of a
-    state: `fixed`, and `per_token` more. `device`, `mlx` and `dtype` say where; elsewhere the
-    profile does not count.
+    state: `fixed`, and `per_token` more. `forwards` has {tokens, context, seconds} of single short
+    forwards, `prompt_s` is what a prompt costs besides its forwards. `spread`: how much rounds of a
+    measurement differed at most, as a part. `beside`: how many times as long prefill and decode
+    take while the other role works on the same machine. `start_s`: from the arrival of a state to
+    the first step, which only service shows (`tandem history rates`). `device`, `mlx` and `dtype`
+    say where; elsewhere the profile does not count.
     """
 
     device: str
@@ -35,6 +39,11 @@ class Profile:
     decode: list[dict[str, float]] = field(default_factory=list)
     compiled: dict[str, Any] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)
+    forwards: list[dict[str, float]] = field(default_factory=list)
+    prompt_s: float = 0.0
+    spread: float = 0.0
+    beside: dict[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
 
     @property
     def chunk(self) -> int:
@@ -111,11 +120,16 @@ def record(model_dir: Path, profile: Profile) -> Path:
 
     Raises `ModelError` when the directory cannot be written.
     """
-    path = model_dir / NAME
+    return write(model_dir / NAME, profile)
+
+
+def write(path: Path, profile: Profile) -> Path:
+    """Write the profile to a file, at once or not at all; returns where. Raises `ModelError`."""
+    folder = path.parent
     try:
-        with tempfile.NamedTemporaryFile("w", dir=model_dir, prefix=NAME, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=NAME, delete=False) as file:
             json.dump({"version": VERSION, **asdict(profile)}, file)
         os.replace(file.name, path)
     except OSError as error:
-        raise ModelError(f"the profile cannot be written to {model_dir} ({error})") from error
+        raise ModelError(f"the profile cannot be written to {folder} ({error})") from error
     return path

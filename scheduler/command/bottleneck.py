@@ -17,7 +17,7 @@ from scheduler.config import Config
 from scheduler.nodes import Nodes
 from scheduler.record import JobError
 from scheduler.redis_client import connect
-from scheduler.simulation import bottleneck, history, profile
+from scheduler.simulation import bottleneck, history, profile, service
 
 _BOTTLENECK = """\
 Say at which stage requests waited within a time, how busy each stage was, and what one more node,
@@ -37,6 +37,11 @@ Write what was served, one request a line: arrival, lengths, times of every stag
 that was said is in it. `tandem simulate` and `tandem bottleneck` read it.
 
   tandem history export FILE --window 24h
+  tandem history rates FILE --prefill P.json --decode D.json
+
+`rates` reads from requests that were served alone what a request costs beside its forwards and
+steps (queue, hand-off, events), and writes it into two profiles of `tandem calibrate`: medians, as
+prompt_s and start_s. To predict a run, take them from other requests than that run's.
 """
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _PROFILE = ".tandem-profile"
@@ -56,16 +61,25 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--history", type=Path, metavar="FILE", help="an exported history instead")
     parser.add_argument("--prefill-profile", metavar="FILE", help="rates of the prefill nodes")
     parser.add_argument("--decode-profile", metavar="FILE", help="rates of the decode nodes")
+    parser.add_argument("--slots", type=int, default=0, help="with --history: rows decoded at once")
+    parser.add_argument("--chunk", type=int, default=0, help="with --history: tokens per chunk")
+    parser.add_argument(
+        "--shared", action="store_true", help="with --history: both roles on one machine"
+    )
     json_flag(parser)
     parser.set_defaults(run=run_bottleneck)
 
     parser = subparsers.add_parser(
         "history", help="export what was served", description=_HISTORY, formatter_class=raw
     )
-    parser.add_argument("action", choices=("export",))
+    parser.add_argument("action", choices=("export", "rates"))
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--window", type=seconds, metavar="TIME", help="only the last 10m, 1h, 7d")
+    parser.add_argument("--prefill", type=Path, metavar="FILE", help="rates: the prefill node's")
+    parser.add_argument("--decode", type=Path, metavar="FILE", help="rates: the decode node's")
+    parser.add_argument("--chunk", type=int, default=0, help="rates: as served (0: the profile's)")
     config_flags(parser)
+    json_flag(parser)
     parser.set_defaults(run=run_history)
 
 
@@ -78,12 +92,40 @@ def seconds(text: str) -> float:
 
 
 def run_history(args: argparse.Namespace) -> int:
-    """Export the history of the configured stack."""
+    """Export the history of the configured stack, or read costs off an exported one."""
+    if args.action == "rates":
+        return _rates(args)
     config = config_of(args)
     with connect(config.redis_url) as client:
         pasts = history.collect(client, args.window)
     count = history.write(args.file, pasts)
-    print(f"{count} requests written to {args.file}")
+    if args.json:
+        print(json.dumps({"requests": count, "file": str(args.file)}))
+    else:
+        print(f"{count} requests written to {args.file}")
+    return 0
+
+
+def _rates(args: argparse.Namespace) -> int:
+    if not (args.prefill and args.decode) or args.chunk < 0:
+        raise JobError("rates needs --prefill FILE and --decode FILE, both of tandem calibrate")
+    prefill, decode = profile.load(str(args.prefill)), profile.load(str(args.decode))
+    found = service.learn(history.read(args.file), prefill, decode, args.chunk)
+    service.note(args.prefill, "prompt_s", found.prompt_s)
+    service.note(args.decode, "start_s", found.start_s)
+    if args.json:
+        print(json.dumps(found.facts()))
+        return 0
+    print(
+        f"{found.requests} requests were served alone: besides its forwards a prompt costs "
+        f"{found.prompt_s * 1000:.1f} ms, besides a step the first token "
+        f"{found.start_s * 1000:.1f} ms; written to {args.prefill} and {args.decode}"
+    )
+    if not 1 / service.FAR < found.forwards < service.FAR:
+        print(
+            f"forwards took {found.forwards:.2f} times as long as calibrated: calibrate on the "
+            "machine as it serves (other programs, chunk sizes, power mode)"
+        )
     return 0
 
 
@@ -100,8 +142,15 @@ def run_bottleneck(args: argparse.Namespace) -> int:
 def window_of(args: argparse.Namespace) -> bottleneck.Window:
     """What was recorded, the nodes that are registered, and the profiles that are known."""
     config = config_of(args)
+    if (args.slots or args.chunk or args.shared) and not args.history:
+        raise JobError(
+            "--slots, --chunk and --shared tell of a --history; nodes tell it themselves"
+        )
+    if args.slots < 0 or args.chunk < 0:
+        raise JobError("--slots and --chunk cannot be negative")
     nodes = {"prefill": 0, "decode": 0}
-    slots = 0
+    hosts: dict[str, set[str]] = {"prefill": set(), "decode": set()}
+    slots = args.slots
     if args.history:
         pasts = history.read(args.history)
         span = max(past.at + (past.ended or 0.0) for past in pasts)
@@ -110,6 +159,7 @@ def window_of(args: argparse.Namespace) -> bottleneck.Window:
             pasts = history.collect(client, args.window)
             for node in Nodes(client).list():
                 nodes[node.role] += 1
+                hosts[node.role].add(node.host)
                 if node.role == "decode":
                     slots = max(slots, int(node.facts.get("slots", 0)))
         span = min(args.window, max(past.at + (past.ended or 0.0) for past in pasts))
@@ -123,10 +173,11 @@ def window_of(args: argparse.Namespace) -> bottleneck.Window:
         max(nodes["prefill"], used["prefill"], 1),
         max(nodes["decode"], used["decode"], 1),
         slots or config.decode.slots,
-        config.prefill.chunk,
+        args.chunk or config.prefill.chunk,
         _profile(args.prefill_profile, config),
         _profile(args.decode_profile, config),
         config.jobs,
+        args.shared or bool(hosts["prefill"] & hosts["decode"]),
     )
 
 

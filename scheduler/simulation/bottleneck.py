@@ -44,7 +44,8 @@ class Window:
     """What was recorded, and the machines it ran on.
 
     Without `prefill` or `decode` their rates are taken from the records themselves, which know one
-    chunk size and one batch width only.
+    chunk size and one batch width only. `shared`: a prefill and a decode node run on one machine,
+    and slow each other down as the profiles say.
     """
 
     pasts: Sequence[Past]
@@ -56,6 +57,7 @@ class Window:
     prefill: Profile | None = None
     decode: Profile | None = None
     settings: JobsConfig = field(default_factory=JobsConfig)
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,7 @@ def predict(window: Window) -> tuple[dict[str, float], list[dict[str, Any]]]:
         link=link_of(window),
         store=Shelf(),
         settings=window.settings,
+        shared=window.shared,
     )
     turns = from_history(window.pasts)
     base = _run(cluster, turns)

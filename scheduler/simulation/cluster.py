@@ -58,7 +58,11 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Everything but the requests. Without prefill nodes the decode nodes prefill by themselves."""
+    """Everything but the requests. Without prefill nodes the decode nodes prefill by themselves.
+
+    `shared`: the first prefill node is on the machine of the first decode node, and so on; each of
+    the two is slowed down by the other as its profile says.
+    """
 
     prefill: tuple[Machine, ...]
     decode: tuple[Machine, ...]
@@ -66,6 +70,7 @@ class Cluster:
     store: Shelf = field(default_factory=Shelf)
     settings: JobsConfig = field(default_factory=JobsConfig)
     handoff: Mode = "prompt"
+    shared: bool = False
 
     @classmethod
     def of(cls, prefill: Sequence[Profile], decode: Sequence[Profile], slots: int = 8) -> Self:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
 
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
@@ -72,6 +76,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     whole.add_argument("--link-gbps", type=float, default=75.0, help="of each decode node's link")
     whole.add_argument("--link-ms", type=float, default=0.5, help="latency of a hand-off")
+    whole.add_argument(
+        "--shared", action="store_true", help="prefill and decode nodes are pairwise one machine"
+    )
     whole.add_argument("--no-overlap", action="store_true", help="send a state only when whole")
     whole.add_argument(
         "--store-gb", type=float, default=0.0, help="size of the store (0: no limit)"
@@ -111,8 +118,18 @@ def _check(args: argparse.Namespace) -> None:
         raise JobError("--compare needs --history: there is nothing to compare with otherwise")
     if args.history and not args.decode:
         raise JobError("--history needs --decode PROFILE (and --prefill PROFILE)")
+    if args.scenario and (args.decode or args.prefill or args.plot):
+        raise JobError("a scenario has its own machines and is not drawn: name a --trace instead")
     if (args.plot or args.prefill) and not args.decode:
         raise JobError("--plot and --prefill belong to the whole pipeline: add --decode PROFILE")
+    if args.trace and not args.decode and not workload.is_queue_trace(args.trace):
+        raise JobError(
+            f"{args.trace} is a table or a history: add --decode PROFILE (and --prefill PROFILE)"
+        )
+    if args.shared and not args.prefill:
+        raise JobError("--shared is about prefill and decode nodes on one machine: add --prefill")
+    if args.plot:
+        plot.check(args.plot)
 
 
 def _pipeline(args: argparse.Namespace) -> int:
@@ -127,7 +144,8 @@ def _pipeline(args: argparse.Namespace) -> int:
     else:
         turns = workload.load(args.trace, args.part, args.first_seed)
     sim = Pipeline(cluster, turns)
-    sim.run()
+    with _progress("requests served", len(turns)) as told:
+        sim.run(told)
     report = summarise(sim, Goal(args.slo_ttft, args.slo_tpot))
     if args.plot:
         plot.draw(args.plot, sim)
@@ -156,6 +174,7 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
         store=Shelf(args.store_gb * 1e9, read_rate=args.read_gbps * 1e9 / 8),
         settings=settings,
         handoff=args.handoff,
+        shared=args.shared,
     )
 
 
@@ -169,6 +188,7 @@ def describe(cluster: Cluster) -> dict[str, Any]:
         "slots": cluster.decode[0].slots,
         "link_bytes_s": cluster.link.rate,
         "handoff": cluster.handoff,
+        "shared": cluster.shared,
         "store_bytes": cluster.store.size,
         "sources": {m.profile.name: m.profile.source or "measured here" for m in machines},
     }
@@ -183,15 +203,30 @@ def _queue(args: argparse.Namespace) -> int:
         "rate": args.rate,
         "chunk": args.chunk or simulate.CHUNK,
     }
-    if args.agents:
-        report = simulate.simulate_agents(args.agents, **options)
-    else:
-        report = simulate.simulate(args.trace, **options)
+    first, count = args.first_seed, args.seeds
+    with _progress("thinnings simulated", count) as told:
+
+        def seen(seed: int) -> None:
+            told(seed - first + 1)
+
+        if args.agents:
+            report = simulate.simulate_agents(args.agents, progress=seen, **options)
+        else:
+            report = simulate.simulate(args.trace, progress=seen, **options)
     if args.json:
         print(json.dumps(report))
     else:
         simulate.say(report)
     return 0
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, nothing elsewhere; yields what is told how far it is."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _say(report: Mapping[str, Any], as_json: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from scheduler.simulation.clock import Busy
 from scheduler.simulation.cluster import Machine, Turn
 from scheduler.simulation.profile import next_chunk
+from scheduler.simulation.sharing import Sharer
 
 if TYPE_CHECKING:
     from scheduler.simulation.pipeline import Pipeline
@@ -65,12 +66,12 @@ class Steps:
         self.start = self.step = 0.0
         self.count = 0
 
-    def begin(self, rows: list[Row], now: float) -> float:
-        """Let `rows` run until the first of them ends; returns when that is."""
+    def begin(self, rows: list[Row], now: float, pace: float = 1.0) -> float:
+        """Let `rows` run until the first of them ends, `pace` times as slowly; returns when."""
         self.rows, self.start = rows, now
         self.count = min(row.turn.output - row.turn.done for row in rows)
         context = max(row.context for row in rows) + self.count / 2
-        self.step = self._machine.profile.step_s(len(rows), context)
+        self.step = pace * self._machine.profile.step_s(len(rows), context)
         return now + self.count * self.step
 
     def cut(self, now: float) -> float:
@@ -98,7 +99,7 @@ class Steps:
         return [row.turn for row in rows if row.turn.done >= row.turn.output]
 
 
-class DecodeNode:
+class DecodeNode(Sharer):
     """One decode worker."""
 
     def __init__(self, sim: Pipeline, machine: Machine) -> None:
@@ -106,14 +107,15 @@ class DecodeNode:
         self.machine = machine
         self.name = machine.name
         self.queue = f"decode-{machine.name}"
+        self.cost = machine.profile.beside[1]
         self.busy = Busy()
         self.rows: list[Row] = []
         self._joining: list[Row] = []
         self._starting = 0
         self._extended: tuple[Row, int] | None = None
         self._version = 0
-        self._running = False
         self._between = False
+        self._since = 0.0
         self._steps = Steps(machine, self.busy, sim.gap)
 
     @property
@@ -170,9 +172,17 @@ class DecodeNode:
         self._joining.append(row)
         if self._between:
             return
-        if not self._running:
+        if not self.working:
             self._next()
-        elif self._extended is None:
+        else:
+            self.disturbed()
+
+    def disturbed(self) -> None:
+        """A row joins, or the mate has begun or ended: the run ends with the step under way.
+
+        A step that computes a chunk is the last of its run in any case.
+        """
+        if self.working and not self._between and self._extended is None:
             self._version += 1
             version = self._version
             self._sim.clock.at(self._steps.cut(self._sim.clock.now), lambda: self._end(version))
@@ -181,23 +191,24 @@ class DecodeNode:
         """At a step boundary: begin the next step, or the next run of equal ones."""
         self.rows += self._joining
         self._joining.clear()
-        self._running = bool(self.rows)
         self._extended = None
+        self.works(bool(self.rows))
         if not self.rows:
             return
-        now, profile = self._sim.clock.now, self.machine.profile
+        self._since = now = self._sim.clock.now
+        profile, pace = self.machine.profile, self.pace
         extended = next((row for row in self.rows if row.extends), None)
         if extended is None:
-            stop = self._steps.begin(self.rows[:], now)
+            stop = self._steps.begin(self.rows[:], now, pace)
         else:
             length = next_chunk(
                 extended.position, extended.turn.prompt - 1, self.machine.forward
             )  # fmt: skip
             self._extended = (extended, length)
-            stop = now + profile.chunk_s(extended.position, length)
+            stop = now + pace * profile.chunk_s(extended.position, length)
             ready = [row for row in self.rows if not row.extends]
             if ready:
-                stop += profile.step_s(len(ready), max(row.context for row in ready))
+                stop += pace * profile.step_s(len(ready), max(row.context for row in ready))
         self._version += 1
         version = self._version
         self._sim.clock.at(stop, lambda: self._end(version))
@@ -212,12 +223,11 @@ class DecodeNode:
         else:
             row, length = self._extended
             ready = [other for other in self.rows if not other.extends]
-            start = now - self._length(row, length, ready)
             if ready:
-                ended = self._steps.give(ready, start, now - start, 1)
+                ended = self._steps.give(ready, self._since, now - self._since, 1)
             else:
                 ended = []
-                self.busy.add(start, now)
+                self.busy.add(self._since, now)
             row.position += length
             if not row.extends:
                 row.turn.prefilled = now
@@ -229,10 +239,3 @@ class DecodeNode:
             self.wake()
         self._between = False
         self._next()
-
-    def _length(self, row: Row, length: int, ready: list[Row]) -> float:
-        profile = self.machine.profile
-        seconds = profile.chunk_s(row.position, length)
-        if ready:
-            seconds += profile.step_s(len(ready), max(other.context for other in ready))
-        return seconds

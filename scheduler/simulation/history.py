@@ -153,10 +153,14 @@ def read(path: Path) -> list[Past]:
     """The requests of an exported history, by arrival. Raises JobError, naming the bad line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"the history {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise JobError(f"the history {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise JobError(f"the history {path} cannot be read: it is no text") from None
     found = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             raw: dict[str, Any] = json.loads(line)
             past = Past(**raw)

@@ -16,10 +16,13 @@ from scheduler.simulation.cluster import Cluster, Turn
 from scheduler.simulation.decode import DecodeNode, home
 from scheduler.simulation.prefill import QUEUE, PrefillNode
 from scheduler.simulation.rules import Rules
+from scheduler.simulation.sharing import share
 from scheduler.simulation.shelf import Stock
 
 #: Ended jobs are forgotten by the rules in groups.
 _FORGET = 500
+#: Ended requests between two words of progress.
+_TOLD = 250
 
 
 class Pipeline:
@@ -40,6 +43,9 @@ class Pipeline:
         self._limited = False
         self.prefill = [PrefillNode(self, machine) for machine in cluster.prefill]
         self.decode = {machine.name: DecodeNode(self, machine) for machine in cluster.decode}
+        if cluster.shared:
+            for one, other in zip(self.prefill, self.decode.values(), strict=False):
+                share(one, other)
         for machine in cluster.decode:
             self.rules.set_rate(f"decode-{machine.name}", machine.profile.rate(machine.forward))
             if machine.memory and any(self.state):
@@ -52,9 +58,12 @@ class Pipeline:
         self._gone: list[int] = []
         self._routes = any(turn.previous is not None for turn in self.turns)
         self.lengths: dict[str, list[tuple[float, int]]] = {}
+        self._ended = 0
+        self._progress: Callable[[int], object] = lambda ended: None
 
-    def run(self) -> None:
-        """Serve every turn."""
+    def run(self, progress: Callable[[int], object] = lambda ended: None) -> None:
+        """Serve every turn; `progress` is told now and then how many have ended."""
+        self._progress = progress
         for turn in self.turns:
             self.clock.at(turn.at, self._arrival(turn))
         self.clock.run()
@@ -121,6 +130,9 @@ class Pipeline:
     def end(self, turn: Turn) -> None:
         """A turn has all its tokens."""
         turn.ended = now = self.clock.now
+        self._ended += 1
+        if not self._ended % _TOLD:
+            self._progress(self._ended)
         self.stock.put(turn, now)
         if turn.stage == "decode" or turn.admitted >= 0:
             self._forget(turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from scheduler.record import JobError
@@ -18,14 +19,24 @@ BINS = 120
 Points = Sequence[tuple[float, float]]
 
 
-def draw(path: Path, sim: Pipeline) -> None:
-    """Write the picture of a run that has ended; the file's ending says which kind.
-
-    Raises JobError for another kind, for PNG without resvg, and where it cannot be written.
-    """
+def check(path: Path) -> None:
+    """Raises JobError for a kind of picture that cannot be written; the file's ending names it."""
     kind = path.suffix.lower()
     if kind not in (".svg", ".png"):
         raise JobError(f"{path}: pictures are written as .svg or .png")
+    if kind == ".png":
+        _resvg()
+    if not path.parent.is_dir():
+        raise JobError(f"{path} cannot be written: there is no directory {path.parent}")
+
+
+def draw(path: Path, sim: Pipeline) -> None:
+    """Write the picture of a run that has ended.
+
+    Raises JobError for a kind that `check` refuses, and where it cannot be written.
+    """
+    check(path)
+    kind = path.suffix.lower()
     svg = picture(sim)
     data = svg.encode() if kind == ".svg" else _png(svg)
     try:
@@ -128,10 +139,14 @@ def _share(spans: Points, start: float, stop: float) -> Points:
 
 
 def _png(svg: str) -> bytes:
+    return bytes(_resvg().svg_to_bytes(svg_string=svg))
+
+
+def _resvg() -> Any:
     try:
         import resvg_py
     except ImportError:
         raise JobError(
             "PNG needs resvg: pip install 'tandem-serve[png]', or write an .svg"
         ) from None
-    return bytes(resvg_py.svg_to_bytes(svg_string=svg))
+    return resvg_py

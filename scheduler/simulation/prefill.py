@@ -12,6 +12,7 @@ from scheduler.simulation.clock import Busy
 from scheduler.simulation.cluster import TAILS, Machine, Turn
 from scheduler.simulation.decode import Row, Steps
 from scheduler.simulation.profile import next_chunk
+from scheduler.simulation.sharing import Sharer
 from scheduler.staying import choose
 
 if TYPE_CHECKING:
@@ -30,7 +31,19 @@ class _Work:
     chunk: int
 
 
-class PrefillNode:
+@dataclass(slots=True)
+class _Forward:
+    """A chunk under way: its tokens, seconds of it that are left at full pace, since when, at which
+    pace. `version` tells the event that ends it from those that are out of date."""
+
+    length: int = 0
+    left: float = 0.0
+    since: float = 0.0
+    pace: float = 1.0
+    version: int = 0
+
+
+class PrefillNode(Sharer):
     """One prefill worker."""
 
     def __init__(self, sim: Pipeline, machine: Machine) -> None:
@@ -38,6 +51,7 @@ class PrefillNode:
         self.machine = machine
         self.name = machine.name
         self.holder = f"prefill:{machine.name}"
+        self.cost = machine.profile.beside[0]
         self.busy = Busy()
         self._work: _Work | None = None
         self._parked: dict[int, int] = {}
@@ -47,6 +61,7 @@ class PrefillNode:
         self._decoding = False
         self._giving = False
         self._version = 0
+        self._forward = _Forward()
 
     def wake(self) -> None:
         """Something may have come that this node should do."""
@@ -67,11 +82,15 @@ class PrefillNode:
                 self._give(row.turn, row.position)
             else:
                 self._decode(row)
-        elif self._tails < TAILS:
+            return
+        number = None
+        if self._tails < TAILS:
             number = sim.rules.take(QUEUE, self.holder, sim.clock.now)
-            if number is not None:
-                sim.note(QUEUE)
-                self._begin(sim.turns[number])
+        if number is None:
+            self.works(False)
+        else:
+            sim.note(QUEUE)
+            self._begin(sim.turns[number])
 
     # --- a prompt ----------------------------------------------------------------------------
 
@@ -81,16 +100,18 @@ class PrefillNode:
         start = self._parked.pop(turn.number, 0)
         # A parked prompt's rows leave once it goes on; the receiver has dropped what it had.
         self._work = _Work(turn, start, turn.held, self.machine.forward)
-        sim = self._sim
-        if start or (turn.previous is None and turn.cached <= 0):
+        sim, more = self._sim, self.machine.profile.prompt_s
+        if not start and (turn.previous is not None or turn.cached > 0):
+            turn.held, turn.path, seconds = sim.stock.nearest(turn, sim.turns, sim.clock.now)
+            self._work.position = self._work.sent = turn.held
+            if turn.held:  # the decode node lends it
+                seconds += sim.lend(turn)
+            more += seconds
+        if more:
+            self.busy.add(sim.clock.now, sim.clock.now + more)
+            sim.clock.at(sim.clock.now + more, self._chunk)
+        else:
             self._chunk()
-            return
-        turn.held, turn.path, seconds = sim.stock.nearest(turn, sim.turns, sim.clock.now)
-        self._work.position = self._work.sent = turn.held
-        if turn.held:  # the decode node lends it
-            seconds += sim.lend(turn)
-        self.busy.add(sim.clock.now, sim.clock.now + seconds)
-        sim.clock.at(sim.clock.now + seconds, self._chunk)
 
     def _chunk(self) -> None:
         work = self._work
@@ -100,15 +121,36 @@ class PrefillNode:
             self._computed(work)
             return
         length = next_chunk(work.position, stop, work.chunk)
-        seconds, now = self.machine.profile.chunk_s(work.position, length), self._sim.clock.now
         self._sim.runs(work.turn, work.position)
-        self.busy.add(now, now + seconds)
-        self._sim.clock.at(now + seconds, lambda: self._chunked(length))
+        forward = self._forward
+        forward.length, forward.left = length, self.machine.profile.chunk_s(work.position, length)
+        self.works(True)
+        self._go_on()
 
-    def _chunked(self, length: int) -> None:
-        work, sim = self._work, self._sim
+    def _go_on(self) -> None:
+        """Compute what is left of the forward, at the pace of this moment."""
+        forward, now = self._forward, self._sim.clock.now
+        forward.since, forward.pace = now, self.pace
+        forward.version += 1
+        version = forward.version
+        self._sim.clock.at(now + forward.left * forward.pace, lambda: self._chunked(version))
+
+    def disturbed(self) -> None:
+        """The mate has begun or ended its work."""
+        forward, now = self._forward, self._sim.clock.now
+        if forward.length:
+            forward.left = max(0.0, forward.left - (now - forward.since) / forward.pace)
+            self.busy.add(forward.since, now)
+            self._go_on()
+
+    def _chunked(self, version: int) -> None:
+        forward, work, sim = self._forward, self._work, self._sim
+        if version != forward.version:
+            return
         assert work is not None
-        work.position += length
+        self.busy.add(forward.since, sim.clock.now)
+        work.position += forward.length
+        forward.length = 0
         turn, now = work.turn, sim.clock.now
         if sim.cluster.link.overlap and work.position < turn.prompt - 1:
             sim.send_rows(turn, work.position - work.sent)

@@ -31,9 +31,11 @@ class Profile:
     """Rates of one machine for one model.
 
     `prefill`: (chunk, context, tokens/s over the whole context); `decode`: (rows, context, tokens/s
-    of all rows). `state`: bytes of an empty state and per token. `start_s`: from the arrival of a
-    state to the first step. `handing_over_s`: what handing a state over costs the prefill node,
-    seconds a token.
+    of all rows). `state`: bytes of an empty state and per token. `forwards`: (tokens, context,
+    seconds) of single forwards shorter than any chunk. `prompt_s`: what a prompt costs the prefill
+    node besides its forwards. `start_s`: from the arrival of a state to the first step.
+    `handing_over_s`: what handing a state over costs the prefill node, seconds a token. `beside`:
+    how many times as long prefill and decode take while the other role works on the same machine.
     """
 
     name: str
@@ -44,6 +46,9 @@ class Profile:
     default_chunk: int = 0
     start_s: float = 0.0
     handing_over_s: float = 0.0
+    forwards: tuple[tuple[int, int, float], ...] = ()
+    prompt_s: float = 0.0
+    beside: tuple[float, float] = (1.0, 1.0)
     _steps: dict[tuple[int, int], float] = field(
         init=False, default_factory=dict, repr=False, compare=False, hash=False
     )
@@ -57,6 +62,11 @@ class Profile:
             prefill = [(int(p["chunk"]), int(p["context"]), p["rate"]) for p in raw["prefill"]]
             decode = [(int(p["width"]), int(p["context"]), p["rate"]) for p in raw["decode"]]
             state = raw.get("state") or {}
+            beside = raw.get("beside") or {}
+            forwards = [
+                (int(p["tokens"]), int(p["context"]), float(p["seconds"]))
+                for p in raw.get("forwards") or ()
+            ]
             found = cls(
                 name,
                 tuple(sorted(prefill)),
@@ -66,12 +76,22 @@ class Profile:
                 int(raw.get("default_chunk", 0)),
                 float(raw.get("start_s", 0)),
                 float(raw.get("handing_over_s_per_token", 0)),
+                tuple(sorted(forwards)),
+                float(raw.get("prompt_s", 0)),
+                (float(beside.get("prefill", 1)), float(beside.get("decode", 1))),
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise JobError(f"{name} is not a profile: make one with tandem calibrate") from None
         points = [*found.prefill, *found.decode]
-        if not (found.prefill and found.decode) or any(min(point) <= 0 for point in points):
+        if not (found.prefill and found.decode) or not _all_above(0, *points):
             raise JobError(f"{name} holds no rates: make it with tandem calibrate")
+        if not _all_above(0, *((tokens, seconds) for tokens, _, seconds in found.forwards)):
+            raise JobError(f"{name} holds forwards of no length or no time")
+        if not all(value >= 1 for value in found.beside):
+            raise JobError(f"{name}: work beside other work takes no less time than alone")
+        times = (found.start_s, found.handing_over_s, found.prompt_s, *found.state)
+        if not all(value >= 0 for value in times):
+            raise JobError(f"{name} holds a negative time or size")
         return found
 
     @property
@@ -133,10 +153,10 @@ class Profile:
 
     @cached_property
     def _lines(self) -> dict[int, tuple[float, float]]:
-        """Per chunk size: seconds per token at position 0, and what each position adds to it.
+        """Per length of a forward: seconds per token at position 0, and what each position adds.
 
         Over a whole context of T tokens 1/rate = a + b T / 2, so two contexts give both; with one
-        the cost is taken not to grow.
+        the cost is taken to grow as it does for other lengths.
         """
         lines = {}
         for chunk in sorted({chunk for chunk, _, _ in self.prefill}):
@@ -152,7 +172,12 @@ class Profile:
             if growth and not slope:
                 context = next(t for c, t, _ in self.prefill if c == chunk)
                 lines[chunk] = (max(base - growth * context / 2, base / 2), growth)
-        return lines
+        short = {
+            tokens: (max(each - growth * (context + tokens / 2), each / 2), growth)
+            for tokens, context, seconds in self.forwards
+            if tokens < min(lines) and (each := seconds / tokens)
+        }
+        return dict(sorted({**short, **lines}.items()))
 
     def _forward(self, length: int, start: int) -> float:
         """Seconds of a forward of `length` tokens at position `start`."""
@@ -162,7 +187,11 @@ class Profile:
             return chunk * (base + slope * (start + chunk / 2))
 
         sizes = list(self._lines)
-        if length <= sizes[0]:  # in proportion, but a forward costs as much as a step at least
+        if length <= sizes[0]:
+            step = self._step(1, start)
+            if self.forwards:  # measured down to here: below it a step is the other end
+                return max(line([(1, step), (sizes[0], at(sizes[0]))], length), step)
+            # In proportion, but a forward costs as much as a step at least.
             return max(length / sizes[0] * at(sizes[0]), self._step(1, 0))
         if length >= sizes[-1]:
             return length / sizes[-1] * at(sizes[-1])
@@ -185,6 +214,11 @@ class Profile:
         if len(points) == 1:
             return points[0][1]
         return max(line(points, context), points[0][1])
+
+
+def _all_above(least: float, *points: Sequence[float]) -> bool:
+    """Whether all numbers are; what is no number is not."""
+    return all(value > least for point in points for value in point)
 
 
 def line(points: Sequence[tuple[float, float]], x: float) -> float:

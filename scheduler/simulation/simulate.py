@@ -146,6 +146,7 @@ def simulate_agents(
     settings: JobsConfig,
     rate: float = RATE,
     chunk: int = CHUNK,
+    progress: Callable[[int], None] = lambda seed: None,
 ) -> dict[str, Any]:
     """Serve an hour of mixed coding agents for each seed; `tiny_*` is about prompts of at most
     256 tokens, whose waits are given in seconds and in chunks."""
@@ -158,6 +159,7 @@ def simulate_agents(
             jobs = agents.arrivals(recorded, load=load, rate=rate, seconds=3600.0, seed=seed)
             ours += node.run(jobs)
             plain += first_come(jobs, rate)
+            progress(seed)
     report: dict[str, Any] = {}
     for name, served in (("", ours), ("first_come_first_served", plain)):
         waits = tiny_waits(served, rate)

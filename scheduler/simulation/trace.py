@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +52,11 @@ def read(path: Path) -> list[Request]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise JobError(f"the trace {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise JobError(f"the trace {path} cannot be read: it is no text") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             raw = json.loads(line)
             request = Request(
@@ -60,9 +65,14 @@ def read(path: Path) -> list[Request]:
                 output_tokens=int(raw["output_length"]),
                 blocks=tuple(int(block) for block in raw["hash_ids"]),
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             request = None
-        if request is None or not request.blocks or request.tokens < 1:
+        if (
+            request is None
+            or not request.blocks
+            or request.tokens < 1
+            or not math.isfinite(request.at)
+        ):
             raise JobError(f"{path}, line {number}: not a request of a trace")
         requests.append(request)
     if len(requests) < 2:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from scheduler.record import JobError
+from scheduler.record import JobError, Priority
 from scheduler.simulation import history, trace
 from scheduler.simulation.cluster import Turn
 
@@ -117,10 +118,15 @@ def from_history(pasts: Sequence[history.Past], *, recorded: bool = True) -> lis
     return turns
 
 
+def is_queue_trace(path: Path) -> bool:
+    """Whether a file can be a trace for one queue alone: neither a table nor a history."""
+    return path.suffix.lower() != ".csv" and not _is_history(path)
+
+
 def _is_history(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8") as file:
-            first = json.loads(file.readline())
+            first = json.loads(next((line for line in file if line.strip()), ""))
     except (OSError, ValueError):
         return False
     return isinstance(first, dict) and "prompt_tokens" in first and "times" in first
@@ -128,9 +134,15 @@ def _is_history(path: Path) -> bool:
 
 def _table(path: Path) -> list[Turn]:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        # Spreadsheets begin a file with a mark, and some separate by semicolons.
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            head = file.readline()
+            separator = max(",;\t", key=head.count)
+            file.seek(0)
+            rows = list(csv.DictReader(file, delimiter=separator))
+    except OSError as error:
+        raise JobError(f"the table {path} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise JobError(f"the table {path} cannot be read: {error}") from None
     if not rows:
         raise JobError(f"{path} holds no requests")
@@ -146,8 +158,11 @@ def _table(path: Path) -> list[Turn]:
     for line, row in enumerate(rows, 2):
         try:
             turns.append(_row({k: row[c] for k, c in columns.items() if c and row[c]}))
-        except (ValueError, KeyError, TypeError):
-            raise JobError(f"{path}, line {line}: not a request") from None
+        except KeyError as error:
+            names = " or ".join(COLUMNS[str(error.args[0])])
+            raise JobError(f"{path}, line {line}: no {names}") from None
+        except (ValueError, TypeError) as error:
+            raise JobError(f"{path}, line {line}: not a request ({error})") from None
     first = min(turn.at for turn in turns)
     order = sorted(range(len(turns)), key=lambda k: (turns[k].at, k))
     numbers = {old: new for new, old in enumerate(order)}
@@ -165,16 +180,30 @@ def _table(path: Path) -> list[Turn]:
 
 
 def _row(row: dict[str, Any]) -> Turn:
-    try:
-        at = float(row["at"])
-    except ValueError:
-        at = datetime.fromisoformat(row["at"]).timestamp()
-    turn = Turn(0, at, max(2, int(row["prompt"])), max(1, int(row["output"])))
+    """A row by its columns. Raises KeyError for one that is empty, ValueError for a wrong one."""
+    prompt, output = int(row["prompt"]), int(row["output"])
+    if prompt < 1 or output < 0:
+        raise ValueError(f"{prompt} tokens of prompt and {output} of answer")
+    at = _moment(row["at"])
+    turn = Turn(0, at, max(2, prompt), max(1, output))
     turn.owner = str(row.get("owner", ""))
-    turn.priority = str(row.get("priority", "normal"))
+    turn.priority = str(row.get("priority", "normal")).strip()
+    if turn.priority not in get_args(Priority):
+        raise ValueError(f"priority {turn.priority}, not {', '.join(get_args(Priority))}")
     turn.cached = int(row.get("cached", -1))
+    if turn.cached > prompt:
+        raise ValueError(f"{turn.cached} of {prompt} tokens held")
     previous = int(row.get("previous", -1))
     turn.previous = previous if previous >= 0 else None
-    if turn.prompt < 1 or turn.output < 1 or at != at:
-        raise ValueError("not a request")
     return turn
+
+
+def _moment(text: str) -> float:
+    """Seconds, from a number or a date. Raises ValueError."""
+    try:
+        at = float(text)
+    except ValueError:
+        at = datetime.fromisoformat(text.strip()).timestamp()
+    if not math.isfinite(at):
+        raise ValueError(f"time {text}")
+    return at

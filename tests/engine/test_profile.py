@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from model_dirs import make_tiny_model
 
-from engine.calibrate import measure
+from engine.calibrate import Spread, measure
 from engine.decode import Batch
 from engine.device import Device
 from engine.errors import ModelError
-from engine.model import Model
+from engine.model import Model, load
+from engine.neighbour import beside
 from engine.profile import NAME, Profile, find, record
 from engine.rows import Row
 
@@ -79,10 +81,14 @@ def test_an_unwritable_directory_is_one_line(tmp_path: Path, device: Device) -> 
 
 
 def test_what_is_measured_is_what_is_used(small: Model, tmp_path: Path) -> None:
-    profile = measure(small, [32, 64], 128, [1, 2, 4], [32])
+    profile = measure(small, [32, 64], 128, [1, 2, 4], [32], [9, 16])
     assert {point["chunk"] for point in profile.prefill} == {32, 64}
     assert sorted(point["context"] for point in profile.prefill)[-2:] == [128, 512]
     assert {point["width"] for point in profile.decode} == {1, 2, 4}
+    assert [point["tokens"] for point in profile.forwards] == [9, 16]
+    assert all(point["seconds"] > 0 for point in profile.forwards)
+    assert 0 < profile.prompt_s < 1
+    assert profile.spread >= 0
     layout = small.layout
     expected = profile.state["fixed"] + 1000 * profile.state["per_token"]
     assert layout.state_bytes(1000) == pytest.approx(expected, rel=0.01)
@@ -96,3 +102,22 @@ def test_what_is_measured_is_what_is_used(small: Model, tmp_path: Path) -> None:
         batch.add(Row(model.fresh_cache(), [], [5 + seed]))
         batch.step()
     assert batch.facts["widths"] == {1: 3, 3: 1}
+
+
+def test_medians_count_and_what_disturbs_is_told() -> None:
+    spread = Spread()
+    assert spread.median([1.0, 1.0, 9.0]) == 1.0
+    assert spread.most == 8.0
+    assert spread.median([2.0, 2.2, 2.1]) == 2.1
+    assert spread.most == 8.0
+
+
+def test_what_the_roles_cost_each_other(tmp_path: Path, device: Device) -> None:
+    model = load(make_tiny_model(tmp_path / "tiny"), device)
+    lines: list[str] = []
+    found = beside(model, 32, roles=["decode"], say=lines.append)
+    assert list(found) == ["decode"]
+    assert found["decode"] >= 1
+    assert "decode beside prefill" in lines[0]
+    with pytest.raises(ModelError, match="did not start"):
+        beside(model, 32, roles=["prefill"], prefix=["false"])
