@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,36 @@ def test_filled_to_its_cap_again_and_again(tmp_path: Path) -> None:
     if SOAK:
         assert medians[-1] <= 1.5 * medians[1]
     store.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="holes are made by fallocate")
+def test_as_many_pages_as_a_large_store_has(tmp_path: Path) -> None:
+    """300 GB turned over (soak), on a file of holes: never a full map, and saves as fast as before.
+
+    What is compared is the CPU that a value takes, in which no other process has a part.
+    """
+    gigabytes, turnovers = (300, 2.2) if SOAK else (3, 1.5)
+    script = Path(__file__).with_name("scaled_fill.py")
+    run = subprocess.run(
+        [sys.executable, "-P", str(script), str(tmp_path), str(gigabytes), str(turnovers)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=7200,
+    )
+    assert run.returncode == 0, run.stderr
+    *parts, end = [json.loads(line) for line in run.stdout.splitlines()]
+    print(run.stdout)
+    assert end["clean"]
+    assert parts[-1]["evicted"] > 0
+    assert all(part["map_full"] == 0 for part in parts)
+    assert max(part["live_share"] for part in parts) <= 0.88
+    assert parts[-1]["live_share"] > 0.8
+    turned = [part for part in parts if part["turned"] > 1]
+    fifth = len(turned) // 5
+    if SOAK:
+        first = statistics.median(part["cpu_ms"] for part in turned[:fifth])
+        assert statistics.median(part["cpu_ms"] for part in turned[-fifth:]) <= 1.5 * first
 
 
 def test_looking_up_among_very_many(tmp_path: Path) -> None:
