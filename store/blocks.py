@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -101,6 +101,14 @@ class Prepared:
     ids: bytes
 
 
+class Part(NamedTuple):
+    """A bulk value in the map: its payload, its header, and the digest that the header tells."""
+
+    view: memoryview
+    head: bytes
+    digest: int
+
+
 def owner_tag(owner: str) -> bytes:
     """TAG_BYTES that stand for an owner in keys and ids; never NO_TAG."""
     digest = hashlib.blake2b(owner.encode(), digest_size=TAG_BYTES - 1, person=b"tandem-owner")
@@ -122,6 +130,12 @@ def object_id(parent: bytes, header: Header, tag: bytes = NO_TAG) -> bytes:
     return digest.digest()
 
 
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a view begin in memory."""
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found
+
+
 def _page_of(address: int) -> int:
     """The number of the page whose first value begins at `address`, from the page's own header."""
     return int.from_bytes(ctypes.string_at(address - _PAGE_HEAD, 8), sys.byteorder)
@@ -137,9 +151,14 @@ def seal(digests: list[int]) -> int:
     return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)))
 
 
+def part_seed(head: bytes) -> int:
+    """What the digest of a part begins with: its identity (object, number, length)."""
+    return int(xxhash.xxh3_64_intdigest(head[:32]))
+
+
 def part_digest(head: bytes, payload: memoryview) -> int:
-    """xxh3-64 of a part's payload, seeded with the part's identity (object, number, length)."""
-    return int(xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(head[:32])))
+    """xxh3-64 of a part's payload, seeded with the part's identity."""
+    return int(xxhash.xxh3_64_intdigest(payload, part_seed(head)))
 
 
 def prepare(piece: Piece, parent: bytes, ids: bytes, tag: bytes = NO_TAG) -> Prepared:
@@ -185,6 +204,8 @@ class Blocks:
         self._scratch = bytearray(VALUE_BYTES)
         self._pages: dict[bytes, list[int]] = {}
         """First pages of the values of objects that are written and not yet published."""
+        self._base: int | None = None
+        """Where the map of the data file begins, once a value was seen."""
 
     # ------------------------------------------------------------------ reading
 
@@ -226,44 +247,52 @@ class Blocks:
             raise StoreError(f"{name} has other bytes than were saved")
         return int(digest)
 
-    def view_parts(self, txn: Txn, ident: bytes, record: Record) -> list[memoryview]:
+    def view_parts(self, txn: Txn, ident: bytes, record: Record) -> list[Part]:
         """The payload of an object in its bulk parts, in the map: valid within `txn` only.
 
-        Nothing but their place is checked; the bytes are for the reader to verify. Raises
-        StoreError when one is missing.
+        The parts' headers are checked against the record; the bytes are for the reader to verify.
+        Raises StoreError when a part is missing or another's.
         """
-        views = []
-        left = record.nbytes
-        for number in range(record.parts):
-            name = f"part {number + 1} of {record.parts} of block {ident.hex()}"
+        parts: list[Part] = []
+        count, left = record.parts, record.nbytes
+        for number in range(count):
             value = txn.get(ident + number.to_bytes(2, "big"), db=self._environment.dat)
             if value is None or len(value) != VALUE_BYTES:
-                raise StoreError(f"{name} is missing")
-            wanted = min(left, PART_BYTES)
-            magic, version, _, part, count, _, length, owner, _ = PART_HEAD.unpack_from(value)
-            if (magic, version, part, count, length, owner) != (
-                _MAGIC, _VERSION, number, record.parts, wanted, ident,
+                raise StoreError(f"part {number + 1} of {count} of block {ident.hex()} is missing")
+            head = bytes(value[: PART_HEAD.size])
+            magic, version, _, part, told, _, length, owner, digest = PART_HEAD.unpack(head)
+            if (magic, version, part, told, length, owner) != (
+                _MAGIC, _VERSION, number, count, min(left, PART_BYTES), ident,
             ):  # fmt: skip
-                raise StoreError(f"{name} carries the header of something else")
-            views.append(memoryview(value)[PART_HEAD.size : PART_HEAD.size + length].toreadonly())
-            left -= wanted
-        return views
+                raise StoreError(
+                    f"part {number + 1} of {count} of block {ident.hex()} carries the header of "
+                    "something else"
+                )
+            view = value[PART_HEAD.size : PART_HEAD.size + length].toreadonly()
+            parts.append(Part(view, head, digest))
+            left -= length
+        if seal([part.digest for part in parts]) != record.seal:
+            raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
+        return parts
 
-    def places(self, views: Sequence[memoryview]) -> list[Place]:
-        """Where payloads from `view_parts` lie in the data file; empty where that cannot be told.
+    def places(self, parts: Sequence[Part]) -> list[Place]:
+        """Where parts lie in the data file; empty where that cannot be told.
 
         A bulk value begins right behind the header of its first page, which begins with the page's
-        number; the part's own header is read back from the place found.
+        number, and the map is the file from its beginning. Who reads there compares the part's
+        header: it is the place's mark.
         """
         environment = self._environment
         found = []
-        for view in views:
-            address = np.frombuffer(view, np.uint8).ctypes.data - PART_HEAD.size
-            offset = _page_of(address) * environment.page_size + _PAGE_HEAD
-            head = os.pread(environment.data_fd, PART_HEAD.size, offset)
-            if head != ctypes.string_at(address, PART_HEAD.size):
+        for part in parts:
+            address = address_of(part.view) - PART_HEAD.size
+            if self._base is None:
+                offset = _page_of(address) * environment.page_size + _PAGE_HEAD
+                self._base = address - offset
+            offset = address - self._base
+            if offset < 0:
                 return []
-            found.append(Place(environment.data_fd, offset + PART_HEAD.size))
+            found.append(Place(environment.data_fd, offset, part.head))
         return found
 
     def spans(self, txn: Txn, ident: bytes) -> list[Span]:
@@ -346,10 +375,9 @@ class Blocks:
         `txn` is a read transaction: only what is committed has its place.
         """
         if record.parts:
-            views = self.view_parts(txn, ident, record)
             self._pages[ident] = [
-                _page_of(np.frombuffer(view, np.uint8).ctypes.data - PART_HEAD.size)
-                for view in views
+                _page_of(address_of(part.view) - PART_HEAD.size)
+                for part in self.view_parts(txn, ident, record)
             ]
 
     def rewrite(self, txn: Txn, item: Prepared) -> None:

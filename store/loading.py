@@ -18,9 +18,9 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from store import cold
-from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, seal
+from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, part_seed, seal
 from store.codec.header import CodecError, Header, Piece, parse
-from store.codec.parted import CAN_SCATTER, Parted, Placed
+from store.codec.parted import CAN_SCATTER, Parted, Placed, Seal
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.states import Pins, StateRef
@@ -121,7 +121,7 @@ class StateReader:
         self,
         consume: Callable[[Sequence[Piece]], None],
         finish: Callable[[Piece | Parted | None], T],
-        batch: int = 32,
+        batch: int = 256,
     ) -> T | None:
         """Give all rows to `consume` and the snapshot to `finish` without a copy in between;
         `finish` gets None where only rows are read.
@@ -186,11 +186,13 @@ class StateReader:
             return Piece(header, memoryview(self._blocks.small_payload(txn, ident, record)))
         if record.parts > 1 and header.kind == "rows":
             return Piece(header, self._payload(ident, record))  # of a model with very wide rows
-        views = self._blocks.view_parts(txn, ident, record)
-        places = self._blocks.places(views) if CAN_SCATTER else []
-        if len(views) == 1:
-            return Placed(header, views[0], places[0]) if places else Piece(header, views[0])
-        return Parted(header, tuple(views), tuple(places))
+        parts = self._blocks.view_parts(txn, ident, record)
+        places = self._blocks.places(parts) if CAN_SCATTER else []
+        if len(parts) == 1:
+            view = parts[0].view
+            return Placed(header, view, places[0]) if places else Piece(header, view)
+        seals = tuple(Seal(part_seed(part.head), part.digest) for part in parts)
+        return Parted(header, tuple(part.view for part in parts), tuple(places), seals)
 
     def _bring(self) -> None:
         """Where a few values looked at are not in memory, have the disk read all of them."""

@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import msgpack
@@ -103,12 +103,12 @@ class Header:
     extra: Mapping[str, Any] = field(default_factory=dict)
     version: int = FORMAT
 
-    @property
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
         """The dtype runs of the payload, in payload order."""
         return runs_of(self.leaves)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the payload."""
         return sum(run.nbytes for run in self.runs)
@@ -239,27 +239,29 @@ def _header(fields: Any) -> Header:
     _need(start < stop if kind == "rows" else start == stop, "token range")
     _need(_is_count(digest, 1 << 64), "digest")
     _need(isinstance(blob, bytes), "leaf table")
-    leaves = _leaves(blob)
-    expected = runs_of(leaves)
-    _need(runs == [[run.dtype, run.nbytes] for run in expected], "dtype runs")
-    _need(sum(run.nbytes for run in expected) <= MAX_PAYLOAD, "payload size")
+    table = _table(blob)
+    _need(runs == table.told, "dtype runs")
+    _need(table.nbytes <= MAX_PAYLOAD, "payload size")
     _need(isinstance(state, list) and len(state) <= MAX_LEAVES, "state")
     _need(kind == "snapshot" or not state, "state")
     for name, value in (("provenance", prov), ("extra", extra)):
         _need(isinstance(value, dict) and all(isinstance(key, str) for key in value), name)
-    return Header(
+    header = Header(
         kind=kind,
         fingerprint=fingerprint,
         start=start,
         stop=stop,
         chain=chain_,
         parent=parent,
-        leaves=leaves,
+        leaves=table.leaves,
         digest=digest,
         state=tuple(state),
         provenance=prov,
         extra=extra,
     )
+    # Known already: finding them by the table would hash all of its leaves for every header.
+    vars(header).update(runs=table.runs, nbytes=table.nbytes)
+    return header
 
 
 @lru_cache(maxsize=64)
@@ -270,10 +272,26 @@ def _pack_leaves(leaves: tuple[Leaf, ...]) -> bytes:
     return packed
 
 
-def _leaves(blob: bytes) -> tuple[Leaf, ...]:
+class _Table(NamedTuple):
+    """A leaf table as it was read, its runs, the same as a header tells them, and their bytes."""
+
+    leaves: tuple[Leaf, ...]
+    runs: tuple[Run, ...]
+    told: list[list[Any]]
+    nbytes: int
+
+
+def _table(blob: bytes) -> _Table:
     # Blocks of one conversation share one table, so it is read once; a table large enough
     # to make the cache itself a burden is not kept.
-    return _cached_leaves(blob) if len(blob) <= 1 << 16 else _read_leaves(blob)
+    return _cached_table(blob) if len(blob) <= 1 << 16 else _read_table(blob)
+
+
+def _read_table(blob: bytes) -> _Table:
+    leaves = _read_leaves(blob)
+    runs = runs_of(leaves)
+    told = [[run.dtype, run.nbytes] for run in runs]
+    return _Table(leaves, runs, told, sum(run.nbytes for run in runs))
 
 
 def _read_leaves(blob: bytes) -> tuple[Leaf, ...]:
@@ -300,7 +318,7 @@ def _read_leaves(blob: bytes) -> tuple[Leaf, ...]:
     return tuple(leaves)
 
 
-_cached_leaves = lru_cache(maxsize=64)(_read_leaves)
+_cached_table = lru_cache(maxsize=64)(_read_table)
 
 
 def _is_count(value: Any, limit: int) -> bool:

@@ -13,8 +13,8 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from queue import SimpleQueue
 from typing import Any
@@ -29,6 +29,7 @@ Bytes = NDArray[np.uint8]
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PARALLEL_BYTES = 4 << 20
+_LARGE_BYTES = 1 << 20
 _GRAIN = 64 << 10
 _ALIGN = 64
 _STRIDE = 4
@@ -130,11 +131,15 @@ class _Blank:
 
 
 def _unfilled(counts: Sequence[int]) -> list[mx.array]:
-    if 8 * sum(counts) < _PARALLEL_BYTES:
-        return [mx.zeros((count,), mx.uint64) for count in counts]
-    file: Any = _Blank(counts)  # the stubs know paths only
-    loaded: Any = mx.load(file, format="safetensors")
-    return [loaded[str(number)] for number in range(len(counts))]
+    # The loader hands every array from thread to thread: clearing a small one is cheaper.
+    large = [count for count in counts if 8 * count >= _LARGE_BYTES]
+    file: Any = _Blank(large)  # the stubs know paths only
+    loaded: Any = mx.load(file, format="safetensors") if large else {}
+    given = (loaded[str(number)] for number in range(len(large)))
+    return [
+        next(given) if 8 * count >= _LARGE_BYTES else mx.zeros((count,), mx.uint64)
+        for count in counts
+    ]
 
 
 def allocate(*sizes: int) -> list[mx.array]:
@@ -168,11 +173,6 @@ def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-codec")
-
-
-def _each(tasks: Sequence[Callable[[], object]]) -> None:
-    for task in tasks:
-        task()
 
 
 class _Arena:
@@ -226,51 +226,37 @@ def lease(nbytes: int) -> memoryview:
 
 
 def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
-    """Run copies and digests of `nbytes` bytes in all, on several threads where that pays."""
+    """Run copies and digests of `nbytes` bytes in all, on several threads where that pays.
+
+    The calling thread is one of them. Raises what the first task to fail raised; tasks that were
+    not begun by then are left out, and none is running any more.
+    """
     if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or _THREADS < 2:
-        _each(tasks)
+        for task in tasks:
+            task()
         return
-    # Few hand-overs: each costs a turn of the interpreter lock.
-    lanes = min(2 * _THREADS, len(tasks))
-    futures = [_pool().submit(_each, tasks[lane::lanes]) for lane in range(lanes)]
-    # All must have ended before the memory that they touch can be let go.
-    wait(futures)
-    for future in futures:
+    # Each takes the next one when it is free. What must be computed for the tasks is best done
+    # before: threads that copy get the interpreter's lock back late from one that computes.
+    waiting = iter(tasks)
+    others = [_pool().submit(_drain, waiting) for _ in range(min(_THREADS, len(tasks)) - 1)]
+    try:
+        _drain(waiting)
+    finally:
+        # All must have ended before the memory that they touch can be let go.
+        begun = [future for future in others if not future.cancel()]
+        wait(begun)
+    for future in begun:
         future.result()
 
 
-class Crew:
-    """Runs tasks that leave the interpreter's lock on several threads, while their giver makes the
-    next ones. A context manager: its end waits for all, and raises what the first to fail did."""
-
-    def __init__(self, nbytes: int) -> None:
-        """`nbytes` are what all tasks will move: where that is little they run at once."""
-        self._alone = nbytes < _PARALLEL_BYTES or _THREADS < 2
-        self._waiting: list[Callable[[], object]] = []
-        self._futures: list[Future[None]] = []
-
-    def add(self, task: Callable[[], object]) -> None:
-        """One more task."""
-        if self._alone:
+def _drain(waiting: Iterator[Callable[[], object]]) -> None:
+    try:
+        for task in waiting:
             task()
-            return
-        self._waiting.append(task)
-        if len(self._waiting) == _STRIDE:  # seldom: each hand-over wakes a thread
-            self._submit()
-
-    def _submit(self) -> None:
-        self._futures.append(_pool().submit(_each, self._waiting))
-        self._waiting = []
-
-    def __enter__(self) -> Crew:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _each(self._waiting)
-        # All must have ended before the memory that they touch can be let go.
-        wait(self._futures)
-        for future in self._futures if kind is None else ():
-            future.result()
+    except BaseException:
+        for _ in waiting:
+            pass
+        raise
 
 
 class Ahead:

@@ -173,33 +173,44 @@ class StateArrays:
         """Check and copy, after all arrays are known. Raises CodecError where one was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
+        piece = self._piece
         targets = sorted(
             (offset, memory.view(block)[: leaf.nbytes])
             for block, leaf, offset in self._blocks
             if leaf.nbytes
         )
-        copies = (
-            self._scattered(targets)
-            if self._piece.places
-            else [partial(_fill, target, self._piece, offset) for offset, target in targets]
-        )
-        memory.run_all([self._piece.verify, *copies], self._piece.nbytes)
+        tasks: list[Callable[[], None]]
+        if piece.places:
+            tasks = self._scattered([target for _, target in targets])
+        else:
+            tasks = [partial(_fill, target, piece, offset) for offset, target in targets]
+        if not (piece.places and piece.seals):
+            tasks.insert(0, piece.verify)
+        memory.run_all(tasks, piece.nbytes)
         self._blocks = []
 
-    def _scattered(self, targets: list[tuple[int, memory.Bytes]]) -> list[Callable[[], None]]:
-        """For each part that lies in a file, its bytes into the arrays that they belong to."""
-        copies: list[Callable[[], None]] = []
-        at = 0
-        for part, place in zip(self._piece.parts, self._piece.places, strict=True):
-            stop = at + part.nbytes
-            into = [
-                target[max(at - offset, 0) : stop - offset]
-                for offset, target in targets
-                if offset < stop and offset + target.size > at
-            ]
-            copies.append(partial(scatter, part, place, into))
-            at = stop
-        return copies
+    def _scattered(self, targets: list[memory.Bytes]) -> list[Callable[[], None]]:
+        """For each part that lies in a file, its bytes into the arrays that they belong to, checked
+        where it has a digest of its own. `targets` are all arrays, in a payload's order."""
+        piece = self._piece
+        tasks: list[Callable[[], None]] = []
+        rest = iter(targets)
+        target = np.empty(0, np.uint8)
+        for index, (part, place) in enumerate(zip(piece.parts, piece.places, strict=True)):
+            into, left = [], part.nbytes
+            while left:
+                target = target if target.size else next(rest)
+                into.append(target[:left])
+                target = target[left:]
+                left -= into[-1].size
+            tasks.append(partial(self._bring, index, place, into))
+        return tasks
+
+    def _bring(self, index: int, place: Place, into: Sequence[Any]) -> None:
+        part = self._piece.parts[index]
+        if self._piece.seals:
+            self._piece.check(part, self._piece.seals[index])
+        scatter(part, place, into)
 
 
 def scatter(payload: memoryview, place: Place, into: Sequence[Any]) -> None:

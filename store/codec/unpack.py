@@ -105,9 +105,7 @@ class Importer:
         small = SmallRows()
         try:
             if all(isinstance(piece, Placed) for piece in pieces):
-                with memory.Crew(nbytes) as crew:
-                    for piece in pieces:
-                        crew.add(self._reading(cast(Placed, piece)))
+                memory.run_all([self._reading(cast(Placed, piece)) for piece in pieces], nbytes)
                 return
             with memory.Ahead([piece.verify for piece in pieces], nbytes) as checks:
                 for piece in pieces:

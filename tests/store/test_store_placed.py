@@ -65,7 +65,7 @@ def test_the_same_bytes_whichever_way_they_come(
         if way == "refused":
             return False
         if way == "short":
-            self = Place(os.open(os.devnull, os.O_RDONLY), self.offset)
+            self = Place(os.open(os.devnull, os.O_RDONLY), self.offset, self.mark)
         done = scatter(self, into, nbytes)
         if way == "short":
             os.close(self.fd)
