@@ -18,7 +18,9 @@ ROOT = GUIDE.parent.parent
 ALL = commands()
 OURS = [command for command in ALL if command.text.startswith("tandem ")]
 #: Programs of macOS that the guide may ask for; nothing of them can be run here.
-MAC = ("sw_vers", "rdma_ctl", "pmset", "networksetup", "sysctl", "ssh", "tandem")
+MAC = (
+    "sw_vers", "rdma_ctl", "pmset", "fdesetup", "networksetup", "sysctl", "ssh", "tandem",
+)  # fmt: skip
 
 
 def name(command: Command) -> str:
