@@ -29,7 +29,15 @@ examples:
   tandem submit question.txt           ask, and watch the answer come
   tandem resume resp_3f2a... "Why?"    go on from that answer
   tandem jobs                          what waits and what runs
+  tandem explain resp_3f2a...          why it took so long
+  tandem doctor                        what is wrong here, and the cure
 
+  two machines      init, up, model, doctor, service
+  what is kept      conversations, store, owners, backup, restore
+  how fast, and why explain, calibrate, profile, bench, bottleneck, history, simulate
+  parts by hand     serve, worker
+
+More, with examples: tandem COMMAND --help.
 Set TANDEM_DEBUG=1 to see the traceback behind an error.
 """
 

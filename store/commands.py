@@ -19,6 +19,18 @@ from store.rpc import StoreClient
 from store.statistics import residency
 from store.store import Store
 
+_TEXT = """\
+Look at the stored conversations on the machine that decodes, check them, and make room. Works while
+`tandem up` runs and while it does not, but for compact.
+
+  tandem store stats
+  tandem store stats --capacity            what fits, by length
+  tandem store check                       read everything, as every night
+  tandem store evict 20G                   drop the least useful states; no conversation is lost
+  tandem store export conv_77b0... sky.tandem
+
+`tandem conversations` lists, exports and imports through the API, from any machine.
+"""
 LONG_SECONDS = 24 * 3600.0
 """A check of a full store reads all of it; the owner answers when it is through."""
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -26,13 +38,16 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 
 def register(subparsers: Any) -> None:
     """Add `store` and its commands to the parsers of `tandem`."""
-    parser = subparsers.add_parser("store", help="look at, check and keep the stored conversations")
+    parser = subparsers.add_parser(
+        "store", help="look at, check and keep the stored conversations", description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
 
     def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Any:
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("--data", help="data directory (default: TANDEM_DATA or the usual)")
-        command.add_argument("--node", default="local", help="name of this machine's node")
+        command.add_argument("--node", default="local", help="node whose store it is (local)")
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(run=lambda arguments: _said(run, arguments))
         return command
@@ -50,10 +65,10 @@ def register(subparsers: Any) -> None:
     command.add_argument("bytes", type=size, help="bytes to make free, such as 20G")
     add("compact", "give free disk space back (the store must not be in use)", _compact)
     command = add("export", "write one conversation to a file", _export)
-    command.add_argument("conversation")
-    command.add_argument("file", type=Path)
+    command.add_argument("conversation", metavar="ID", help="conv_...")
+    command.add_argument("file", type=Path, metavar="FILE", help="the file")
     command = add("import", "store a conversation from such a file", _import)
-    command.add_argument("file", type=Path)
+    command.add_argument("file", type=Path, metavar="FILE", help="the file")
 
 
 def size(text: str) -> int:
@@ -122,12 +137,13 @@ def _stats(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found))
         return 0
+    width = max(map(len, found))
     for name, value in found.items():
         if name.endswith("bytes"):
             value = f"{value:,} ({value / 1e9:.2f} GB)"
         elif name.endswith("share"):
             value = f"{value:.1%}"
-        print(f"{name.replace('_', ' '):>16}  {value}")
+        print(f"{name.replace('_', ' '):>{width}}  {value}")
     return 0
 
 
@@ -202,7 +218,11 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     with _asking(arguments) as ask:
-        _tell(arguments, ask("import", path=str(arguments.file.absolute())))
+        found = ask("import", path=str(arguments.file.absolute()))
+    names = found["renamed"]
+    if not arguments.json:
+        found = {**found, "renamed": f"{len(names)} ids" if names else "nothing"}
+    _tell(arguments, found)
     return 0
 
 
