@@ -80,8 +80,9 @@ class Offer:
     """A state that a sender wants to deliver.
 
     `transfer` names it over all attempts; `attempt` grows with each; `number` tells attempts apart
-    within one link. `tokens` is the position the snapshot will stand at, `start` the first token
-    whose rows travel, `nbytes` an upper estimate of all payload bytes.
+    within one link. `tokens` is the least position the snapshot will stand at (an answer may be
+    begun before it is taken), `start` the first token whose rows travel, `nbytes` an upper estimate
+    of all payload bytes.
     """
 
     TYPE: ClassVar[str] = "offer"

@@ -106,14 +106,13 @@ class Early:
         if begun.failed:
             return False
         pieces, took, new = begun.arrival.pieces, 0, []
-        # The last one may be the snapshot, for which the job's own ids are needed.
-        while begun.seen < len(pieces) - 1 and took < most:
+        while begun.seen < len(pieces) and took < most:
             piece = pieces[begun.seen]
             if piece.header.stop > begun.restoring.capacity:
                 self._drop(name)  # a long answer: begun anew, with more room
                 return self._begin(name, begun.arrival) is not None
             begun.seen += 1
-            if piece.header.kind == "rows":
+            if piece.header.kind == "rows":  # the last snapshot waits for the job's own ids
                 new.append(piece)
                 took += piece.payload.nbytes
         if not new:
@@ -125,7 +124,7 @@ class Early:
             begun.failed = True
             return False
         begun.rows += len(new)
-        return begun.seen < len(pieces) - 1
+        return begun.seen < len(pieces)
 
     def _drop(self, name: str) -> None:
         self._memory.release(self._begun.pop(name).nbytes)

@@ -6,22 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from engine.device import kernels
 from engine.errors import ModelError
 from engine.keepalive import KeepAlive
-from engine.model import Caches, Model
-from engine.prefill import MIN_CHUNK, Prefill, append_schedule, ends_of, expand_schedule
+from engine.model import Model
+from engine.prefill import MIN_CHUNK, Prefill, append_schedule, expand_schedule
 from scheduler.execution import Execution
 from scheduler.ledger.notes import Notes
 from scheduler.record import Job
 from scheduler.runs import Cancelled, Lost, Preempted
 from scheduler.staying import Staying
 from store.codec.header import CodecError, Piece
-from store.codec.pack import Exporter
 from transport.errors import LinkError
 from worker_decode.marks import Marks, marks_of
 from worker_decode.pictures import Pictures
@@ -29,6 +26,7 @@ from worker_decode.states import restore
 from worker_prefill.handoff import Handoff, Links
 from worker_prefill.late import Late, Live
 from worker_prefill.parked import Parked
+from worker_prefill.passage import Begun, Passage
 
 log = logging.getLogger("tandem.prefill")
 
@@ -37,18 +35,6 @@ log = logging.getLogger("tandem.prefill")
 SMALL_CHUNK = 2048
 #: Interrupted extensions whose beginning the decode node is known to have.
 _LENT = 16
-
-
-@dataclass
-class _Begun:
-    """A prefill as it is taken up: `known` tokens of its beginning are at the decode node too."""
-
-    run: Prefill
-    schedule: list[list[int]] = field(default_factory=list)
-    rope_delta: int = 0
-    known: int = 0
-    borrowed: Mapping[str, Any] = field(default_factory=dict)
-    marks: Marks = field(default_factory=Marks)
 
 
 class Engine:
@@ -121,120 +107,106 @@ class Engine:
         check: Callable[[int], bool],
         stay: Staying | None,
     ) -> Callable[[], Mapping[str, Any]]:
-        notes = execution.notes
-        ids = job.prompt_ids
-        stop = len(ids) - 1
-        if not stop:
+        if len(job.prompt_ids) == 1:
             return lambda: {"path": "none", "reason": "a prompt of one token has no state to move"}
+        notes = execution.notes
         try:
-            with notes.stage("begin") as facts:
-                begun = self._begin(execution, job)
-                run = self._pictures.show(begun.run, job)
-                if run is not begun.run:
-                    begun = _Begun(run, marks=begun.marks)
-                facts.update(tokens=run.position)
-                if begun.borrowed:
-                    facts.update(bytes=begun.borrowed["bytes"])
-                    notes.fork("begin", "borrowed", str(begun.borrowed["path"]))
+            begun = self._take_up(execution, job)
         except (LinkError, CodecError, ModelError) as error:
             log.warning("%s is left to its decode node: %s", job.id, error)
             return _failing(error)
-        schedule = begun.schedule
-        layout, marks = self._model.layout, begun.marks
-        apart = [mark for mark in marks.before if mark > run.position]
-        first = begun.known - begun.known % layout.block_tokens
-        late = self._late if stay is not None and not run.rope_delta else None
-        reach = stop if late is None else late.reach(job)
+        late = self._late if stay is not None and not begun.run.rope_delta else None
+        passage = self._offer(job, begun, late, notes)
+        if passage.handoff.hopeless:
+            return passage.handoff.give_up  # a state that nobody takes is not computed
+        try:
+            self._compute(passage, begun.marks.preamble, job, check, notes)
+            if late is not None and stay is not None and stay():
+                try:
+                    self._answer(passage, execution, job, late, stay)
+                except ModelError as error:
+                    passage.handoff.abandon(f"decode failed: {error}")
+                    return _failing(error)
+            snapshot = passage.last()
+        except BaseException as error:
+            passage.handoff.abandon(f"prefill stopped: {type(error).__name__}")
+            if isinstance(error, Preempted | Cancelled) and passage.stands:
+                self._park(begun, job, preempted=isinstance(error, Preempted))
+            raise
+        return lambda: {
+            **self._finish(passage.handoff, snapshot, notes),
+            **passage.facts(self._model.device.kernels),
+            **({"late": _told(stay, passage.live)} if stay is not None else {}),
+        }
+
+    def _take_up(self, execution: Execution, job: Job) -> Begun:
+        """The prefill of a prompt, with its images. Raises as `_begin` does, and ModelError."""
+        notes = execution.notes
+        with notes.stage("begin") as facts:
+            begun = self._begin(execution, job)
+            run = self._pictures.show(begun.run, job)
+            if run is not begun.run:
+                begun = Begun(run, marks=begun.marks)
+            facts.update(tokens=run.position)
+            if begun.borrowed:
+                facts.update(bytes=begun.borrowed["bytes"])
+                notes.fork("begin", "borrowed", str(begun.borrowed["path"]))
+        return begun
+
+    def _offer(self, job: Job, begun: Begun, late: Late | None, notes: Notes) -> Passage:
+        """Offer the state, with room for an answer where one may be begun here."""
+        layout, stop = self._model.layout, job.prompt_tokens - 1
         with notes.stage("offer"):
             handoff = self._links.begin(
                 job,
                 fingerprint=self._model.fingerprint,
-                tokens=reach,
-                nbytes=layout.state_bytes(reach)
-                - layout.rows_bytes(0, first)
-                + sum(layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in apart),
+                tokens=stop,
+                nbytes=begun.nbytes(layout, stop if late is None else late.reach(job)),
                 block_tokens=layout.block_tokens,
-                start=first,
+                start=begun.first(layout),
             )
-        if handoff.hopeless:
-            return handoff.give_up  # a state that nobody takes is not computed
-        exporter = Exporter(layout, ids, first)
-        begun_at, chunk = run.position, self.chunk
+        return Passage(begun, job.prompt_ids, layout, handoff, notes, answers=late is not None)
+
+    def _compute(
+        self,
+        passage: Passage,
+        preamble: int,
+        job: Job,
+        check: Callable[[int], bool],
+        notes: Notes,
+    ) -> None:
+        """All forwards of the prompt. What `check` raises at their boundaries passes."""
+        run, chunk = passage.run, self.chunk
         notes.fork("chunk", str(chunk), self._why_chunk)
         notes.fork("kernels", *kernels(self._model.device))
-        live: Live | None = None
-        extra: dict[str, Any] = {"schedule": schedule, "rope_delta": begun.rope_delta}
-        caches: Caches | None = run.caches
-        try:
-            if run.position:
-                with notes.stage("pack"):
-                    handoff.send(exporter.rows(run.caches, run.position, ends=ends_of(schedule)))
-            while run.remaining:
-                moments = [time.monotonic()]
-                wanted = self.small_chunk if check(run.position) else self.chunk
-                if wanted != chunk:
-                    run.replan(chunk := wanted)
-                    notes.fork("chunk", str(chunk), "a short interactive job waits, or no more")
-                moments.append(time.monotonic())
-                with self._working():
-                    start, end = run.step()
-                append_schedule(schedule, end - start)
-                moments.append(time.monotonic())
-                last = late is None and end == stop
-                rows = exporter.rows(run.caches, end, last=last, ends=ends_of(schedule))
-                moments.append(time.monotonic())
-                handoff.send(rows)
-                del rows  # the hand-off alone keeps them
-                moments.append(time.monotonic())
-                parts = [after - before for before, after in pairwise(moments)]
-                notes.chunk(moments[0], parts, end - start)
-                if end in apart:
-                    # Its rows are whole blocks, so that only the snapshot comes on top.
-                    told = {**extra, "schedule": [list(entry) for entry in schedule]}
-                    with notes.stage("pack"):
-                        handoff.send([exporter.snapshot(run.caches, told)])
-                    if end == marks.preamble:
-                        self._parked.share(run, layout.state_bytes(end), job.owner)
-            with notes.stage("check"):
-                check(run.position)
-            if late is not None and stay is not None and stay():
-                caches = None  # what `stay` raises finds no state to park
-                try:
-                    with notes.stage("decode"):
-                        live = late.decode(execution, job, run.caches, schedule, stay)
-                except ModelError as error:
-                    handoff.abandon(f"decode failed: {error}")
-                    return _failing(error)
-            if live is not None:
-                exporter = Exporter(layout, live.ids, exporter.position)
-                extra = {"schedule": live.schedule, "rope_delta": 0}
-            caches = run.caches if live is None else live.caches
-            held = stop if live is None else len(live.ids)
-            if live is None:
-                extra["rope_delta"] = run.rope_delta
-            ends = ends_of(extra["schedule"])
-            with notes.stage("pack"):
-                handoff.send(exporter.rows(caches, held, last=True, ends=ends))
-                if begun.known:
-                    extra["lent"] = begun.known
-                snapshot = exporter.snapshot(caches, extra)
-        except BaseException as error:
-            handoff.abandon(f"prefill stopped: {type(error).__name__}")
-            if isinstance(error, Preempted | Cancelled) and caches is not None:
-                kept = self._parked.put(run, layout.state_bytes(run.position), job.owner)
-                if kept and isinstance(error, Preempted):
-                    self._lent = {**dict([*self._lent.items()][-_LENT:]), job.id: begun.known}
-            raise
-        return lambda: {
-            **self._finish(handoff, snapshot, notes),
-            "schedule": schedule,
-            "computed_tokens": stop - begun_at,
-            "kernels": self._model.device.kernels,
-            **({"start": first} if first else {}),
-            **({"shared": run.inherited} if run.inherited else {}),
-            **({"borrowed": begun.borrowed} if begun.borrowed else {}),
-            **({"late": _told(stay, live)} if stay is not None else {}),
-        }
+        passage.held()
+        while run.remaining:
+            began = time.monotonic()
+            wanted = self.small_chunk if check(run.position) else self.chunk
+            if wanted != chunk:
+                run.replan(chunk := wanted)
+                notes.fork("chunk", str(chunk), "a short interactive job waits, or no more")
+            end = passage.forward(self._working, began)
+            if end == preamble:
+                self._parked.share(run, self._model.layout.state_bytes(end), job.owner)
+        with notes.stage("check"):
+            check(run.position)
+
+    def _answer(
+        self, passage: Passage, execution: Execution, job: Job, late: Late, stay: Staying
+    ) -> None:
+        """Say the answer here while it is to stay. Raises ModelError, and what `stay` raises."""
+        passage.stands = False  # what `stay` raises finds no state to park
+        with execution.notes.stage("decode"):
+            passage.live = late.decode(
+                execution, job, passage.run.caches, passage.schedule, stay, passage.grown
+            )
+
+    def _park(self, begun: Begun, job: Job, *, preempted: bool) -> None:
+        """Keep a prefill that is not finished; one that was preempted comes again."""
+        nbytes = self._model.layout.state_bytes(begun.run.position)
+        if self._parked.put(begun.run, nbytes, job.owner) and preempted:
+            self._lent = {**dict([*self._lent.items()][-_LENT:]), job.id: begun.known}
 
     def _finish(self, handoff: Handoff, snapshot: Piece, notes: Notes) -> dict[str, Any]:
         """Send what is left; what the wire took goes into the notes."""
@@ -254,7 +226,7 @@ class Engine:
             return "measured here by tandem calibrate"
         return f"the default on {self._model.device.kind}"
 
-    def _begin(self, execution: Execution, job: Job) -> _Begun:
+    def _begin(self, execution: Execution, job: Job) -> Begun:
         """The prefill of a prompt from the longest parked beginning, or from what is lent.
 
         Raises LinkError, CodecError where a state that is there could not be had.
@@ -270,7 +242,7 @@ class Engine:
             if lent is not None:
                 return lent
         if kept is None:
-            return _Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts), marks=marks)
+            return Begun(Prefill(self._model, ids, chunk=self.chunk, cuts=cuts), marks=marks)
         log.info("going on from token %d of %d", kept.position, len(ids))
         delta = kept.offset
         run = Prefill(
@@ -282,9 +254,9 @@ class Engine:
             append_schedule(schedule, length)
         run.schedule = list(kept.schedule)
         known = known if known <= run.position else 0
-        return _Begun(run, schedule, delta, known, marks=marks if not known else Marks())
+        return Begun(run, schedule, delta, known, marks=marks if not known else Marks())
 
-    def _borrow(self, execution: Execution, job: Job, ids: list[int]) -> _Begun | None:
+    def _borrow(self, execution: Execution, job: Job, ids: list[int]) -> Begun | None:
         """Its conversation's state from the decode node; None where it has none any more."""
 
         def check() -> None:
@@ -310,7 +282,7 @@ class Engine:
         known = len(state.ids)
         run = Prefill(model, ids, known, state.caches, self.chunk, rope_delta=state.rope_delta)
         run.schedule = expand_schedule(state.schedule)
-        return _Begun(
+        return Begun(
             run, [list(each) for each in state.schedule], state.rope_delta, known, lent.facts
         )
 

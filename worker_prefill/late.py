@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ from worker_decode.reader import Reader
 from worker_decode.starts import Start
 
 log = logging.getLogger("tandem.prefill")
+
+#: Told after a step: the caches, and the answer so far, whose last token is not in them.
+Grown = Callable[[Caches, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,11 @@ class Late:
         caches: Caches,
         schedule: list[list[int]],
         stay: Callable[[], bool],
+        grown: Grown = lambda caches, said: None,
     ) -> Live | None:
         """Say the answer to a prompt whose last token is not yet in `caches`, while `stay()`.
 
+        `grown` may send what is new in the caches.
         None, with `caches` untouched, where the request is one that the decode node has to refuse.
         What `stay` raises passes; the state is lost then. Raises ModelError where a step fails.
         """
@@ -94,7 +99,7 @@ class Late:
             return None
         began = time.monotonic()
         try:
-            last = self._say(uid, answer, stay)
+            last = self._say(uid, answer, stay, grown)
         except BaseException:
             if len(self._batch):
                 self._batch.cancel(uid)
@@ -109,7 +114,7 @@ class Late:
             ended="" if last.finish == "cancelled" else str(last.finish),
         )
 
-    def _say(self, uid: int, answer: Answer, stay: Callable[[], bool]) -> Event:
+    def _say(self, uid: int, answer: Answer, stay: Callable[[], bool], grown: Grown) -> Event:
         """Step to the answer's end, or until it is to move; the row's last event."""
         while stay():
             with self._working():
@@ -120,6 +125,7 @@ class Late:
                 answer.say(event)
                 if event.finish is not None:
                     return event
+            grown(self._batch.caches(uid), answer.ids)
         return self._batch.cancel(uid)
 
     def _begin(

@@ -86,8 +86,7 @@ def test_the_state_is_that_of_one_unpacked_at_once(
     begin(parts, response(2), pieces[:here], len(IDS) - 1)
     unpack(early)
     start = end(parts, response(2), pieces[here:])
-    # What stands last may be a snapshot, so it waits.
-    assert start.early == (pieces[here - 2].header.stop if here > 1 else 0)
+    assert start.early == pieces[here - 1].header.stop
     assert start.path == "cold"
     assert again(parts.model, start) == again(parts.model, whole)
     assert parts.memory.used == 0
@@ -106,7 +105,7 @@ def test_every_kind_of_state(model: Model, tmp_path: Path) -> None:
         parts.inbox.piece(response(1), pieces[-1])
         parts.inbox.done(response(1))
         start = parts.starts.find(make_job(ids, ident=response(1)))
-        assert start.early == pieces[0].header.stop
+        assert start.early == len(ids) - 1
         packed = again(model, start)
         assert packed == again(model, plain(model, pieces, ids))
         assert [data for _, data in packed] == [data for _, data in contents(pieces)]

@@ -198,6 +198,37 @@ def test_only_what_was_added_leaves_at_the_seam(prefill: Engine, decode: DecodeK
     assert all(a[1] == b[0] for a, b in pairwise(ranges))
 
 
+def test_blocks_of_the_answer_leave_while_it_is_said(prefill: Engine, decode: DecodeKit) -> None:
+    """And are unpacked there: at the seam a part of a block and the snapshot are left."""
+    block = prefill._model.layout.block_tokens
+    prompt = ids(block - 4)
+    job = make_job(prompt, request=asking(30))
+    run = decode.execution(job)
+    before: list[int] = []
+
+    def waiting() -> int:
+        if len(decode.said(job)) < 10:
+            assert len(decode.said(job)) > 4 or not decode.inbox.received_bytes
+            return 0
+        eventually(lambda: decode.inbox.received_bytes, "the answer's rows do not arrive")
+        before.append(decode.inbox.received_bytes)
+        while decode.engine.idle():
+            pass
+        return 1
+
+    stay = Staying(lambda: None, waiting, lambda w: Choice(True, ""), lambda: None)
+    handoff = dict(prefill.begin(run, job, lambda _: False, stay)())
+    (blocks,) = before
+    assert blocks == prefill._model.layout.rows_bytes(0, block)
+    assert handoff["bytes"] == decode.inbox.received_bytes > blocks
+    again = make_job(prompt, ident=job.id, request=job.request, handoff=handoff)
+    execution = decode.execution(again, replay_of(decode.events[job.id]))
+    decode.run(execution)
+    assert len(decode.said(job)) == 30
+    unpacked = [facts for stage, _, _, facts in execution.notes._spans if stage == "unpack"]
+    assert unpacked == [{"tokens": len(prompt) - 1 + 10, "early": block}]
+
+
 def test_a_state_without_its_log_is_not_used(prefill: Engine, decode: DecodeKit) -> None:
     """Redis lost what was said: the state is ahead of the log, and the answer is made again."""
     job = make_job(ids(), request=asking(20))
