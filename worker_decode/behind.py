@@ -61,6 +61,11 @@ class Behind:
         for left in self._of(heir)[:-MOST]:
             self.drop(left.held.turn)
 
+    def tokens(self, turn: str) -> int:
+        """How many tokens the state after `turn` holds; 0 where it is not here."""
+        left = self._left.get(turn)
+        return 0 if left is None else len(left.held.ids)
+
     def find(self, turn: str) -> Held | None:
         """The state after `turn` in caches of its own, or None; it stays here."""
         left = self._left.get(turn)

@@ -179,7 +179,7 @@ class Engine:
         if start.held is not None:  # it is this row's now
             self.kept.taken(start.held, job.id)
         if start.shared:
-            self._sharing.arrived(job, start.shared)
+            self._sharing.arrived(job, start.shared, start.lent)
             start.shared = []
         log.info("job %s: %s, %d tokens held", job.id, start.path, len(start.ids))
 

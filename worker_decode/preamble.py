@@ -37,14 +37,14 @@ class Sharing:
             rows, snapshot = export(self._model, Held("", caches, ids, [], schedule, 0, 0))
             self._put(job, before, ids, rows, snapshot)
 
-    def arrived(self, job: Job, states: Sequence[Sequence[Piece]]) -> None:
+    def arrived(self, job: Job, states: Sequence[Sequence[Piece]], held: int) -> None:
         """States of the prompt's beginnings have come with that of all of it, shortest first; the
-        snapshot of each is its last piece.
+        snapshot of each is its last piece. The first `held` tokens had a state before.
 
         Where too much waits for the disk, a later prompt that begins so brings them again.
         """
         cut = cut_of(job, self._model.layout)
-        before = 0
+        before = held
         for *rows, snapshot in states:
             ids = job.prompt_ids[: snapshot.header.stop]
             before = max(before, cut if cut < len(ids) else 0)

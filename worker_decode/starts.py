@@ -20,7 +20,7 @@ from worker_decode.behind import Behind
 from worker_decode.early import Early
 from worker_decode.hot import Held, Hot
 from worker_decode.inbox import Inbox
-from worker_decode.marks import marks_of
+from worker_decode.marks import LEAST_TOKENS, marks_of
 from worker_decode.states import Restored, beginning, load, load_rows, restore
 
 log = logging.getLogger("tandem.decode")
@@ -101,6 +101,7 @@ class Starts:
         notes: list[str] = []
         start = (
             self._arrived(job, [*ids, *emitted], notes)
+            or self._from_further(job, ids, notes)
             or self._from_memory(job, ids, notes)
             or self._from_prefix(job, ids, notes)
             or self._from_store(job, ids, notes)
@@ -177,7 +178,19 @@ class Starts:
             start = _start("extended", restore(self._model, [*rows, *pieces], ids))
             start.base, start.stored = found.turn, reader.ref.tokens
         start.lent = lent
+        if marks_of(job, self._model.layout, self._snapshots, lent).end == len(start.ids):
+            start.shared = [[*rows, *pieces]]
         return start
+
+    def _from_further(self, job: Job, ids: list[int], notes: list[str]) -> Start | None:
+        """A stored state far beyond the one in memory: a long message is sent once more."""
+        held = self._hot.get(job.previous) if job.previous else None
+        near = len(held.ids) if held is not None else 0
+        if held is None and job.previous and self._behind is not None:
+            near = self._behind.tokens(job.previous)
+        if not near or len(ids) - near <= LEAST_TOKENS:
+            return None
+        return self._from_prefix(job, ids, notes, least=near + LEAST_TOKENS)
 
     def _from_memory(self, job: Job, ids: Sequence[int], notes: list[str]) -> Start | None:
         held = self._hot.get(job.previous) if job.previous else None

@@ -286,6 +286,11 @@ def _job(
             tools=shaping.tools,
             options=shaping.options,
         )
+    elif tokens - held >= LEAST_STORED and _may_share(body):
+        # A long message that is sent once more: its own state may be stored.
+        more, way, there = _stored(backend, body, node, prompt.ids)
+        if there == node and more - held >= LEAST_STORED:
+            held, route = more, way
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),

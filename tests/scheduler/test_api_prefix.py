@@ -182,6 +182,26 @@ def test_the_store_of_another_machine_is_asked_over_tcp(stack: Stack) -> None:
         far.close()
 
 
+def test_a_long_message_that_was_sent_before_goes_where_its_state_is(stack: Stack) -> None:
+    stack.workers.may_prefill.set()
+    stack.workers.may_decode.set()
+    first = submit(stack, "When does it leave?", user="anna")
+    client = stack.workers.runs.client
+    eventually(lambda: Jobs(client).get(first.id).status == "completed", "it is not answered")
+    stack.workers.may_prefill.clear()
+    stack.workers.may_decode.clear()
+    long = "And where does it go then? " * 60
+    second = submit(stack, long, user="anna", previous_response_id=first.id)
+    assert 0 < second.held_tokens < second.prompt_tokens - 400
+    ids = second.prompt_ids[:-1]
+    stack.store.save_prefix(second.owner, ids, *make_state(ids), gain=400)
+    again = submit(stack, long, user="anna", previous_response_id=first.id)
+    assert (again.stage, again.held_tokens) == ("decode", len(ids))
+    assert again.previous == first.id
+    short = submit(stack, "Why?", user="anna", previous_response_id=first.id)
+    assert short.held_tokens == second.held_tokens
+
+
 def test_a_wish_that_is_unknown_is_refused(stack: Stack) -> None:
     body = {"model": "default", "input": "Why?", "metadata": {"tandem_prefix": "never"}}
     answer = httpx.post(f"{stack.url}/v1/responses", json=body)

@@ -29,6 +29,7 @@ from store.codec.header import CodecError
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from transport.sink import Loan
+from worker_decode.marks import marks_of
 from worker_decode.states import Copy
 from worker_prefill.engine import Engine
 from worker_prefill.handoff import Links
@@ -168,6 +169,25 @@ def test_only_new_rows_and_the_snapshot_come_back(pair: Pair, place: str) -> Non
     again, facts = pair.extend(pair.next_turn(job, third, new=70))
     assert facts["borrowed"]["tokens"] == len(third) - 1
     pair.finish(again)
+
+
+def test_a_long_turn_that_is_asked_again_was_kept_at_its_end(pair: Pair) -> None:
+    """Where its state cannot be cut back; otherwise an end of a forward will do."""
+    layout, store = pair.model.layout, pair.node.store
+    store.serve(pair.model.fingerprint, layout.block_tokens, rows_alone=layout.rows_alone)
+    first, ids = pair.first_turn()
+    job, _ = pair.extend(pair.next_turn(first, ids, new=400))
+    assert path_of(pair.finish(job))["path"] == "extended"
+    end = job.prompt_tokens - 1
+    pays = marks_of(job, layout, 4, len(ids) - 1).end == end
+    assert pays == (not layout.rows_alone)
+    if pays:
+        eventually(lambda: store.longest_prefix(job.prompt_ids, "", end - 1), "it is not kept")
+        again = make_job(job.prompt_ids, previous=first.id, request=asking(8))
+        finished = pair.finish(again)
+        assert finished.result is not None
+        assert (path_of(finished)["path"], finished.result.computed_tokens) == ("restored", 1)
+        assert pair.node.said(again) == pair.node.said(job)
 
 
 def test_a_state_that_is_gone_is_computed_from_its_start(plain: Pair) -> None:

@@ -107,6 +107,21 @@ def test_an_answer_to_a_long_message_is_asked_for_again(node: Node) -> None:
     assert node.store.check().clean
 
 
+def test_a_long_message_of_a_later_turn_is_sent_again(node: Node) -> None:
+    one = make_job(prompt(60, seed=2), request=asking(4))
+    assert answered(node, one) == ("cold", 60)
+    ids = [*node.store.turn_ids(one.id), *LONG]
+    two = make_job(ids, previous=one.id, request=asking(4))
+    assert answered(node, two)[1] == 401
+    hybrid = not node.model.layout.rows_alone
+    if hybrid:
+        assert await_kept(node, 1) == [len(ids) - 1]
+    again = make_job(ids, previous=one.id, request=asking(4))
+    path, computed = answered(node, again)
+    assert (path, computed) == ("restored", 1) if hybrid else computed <= 401
+    assert node.said(again) == node.said(two)
+
+
 def test_states_inside_a_prompt_come_over_the_link(
     kind: Model, words: Any, tmp_path: Path, redis_url: str, client: redis.Redis
 ) -> None:
