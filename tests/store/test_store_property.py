@@ -41,6 +41,7 @@ class Twin(RuleBasedStateMachine):
         self.parents: dict[str, str | None] = {}
         self.states: dict[str, list[bytes]] = {}
         self.preambles: dict[str, tuple[int, list[bytes]]] = {}
+        self.inside: dict[str, tuple[str, list[int], list[bytes]]] = {}
         self.next_id = 0
 
     def teardown(self) -> None:
@@ -56,6 +57,9 @@ class Twin(RuleBasedStateMachine):
         }
         self.preambles = {
             name: one for name, one in self.preambles.items() if self.store.find_state(name)
+        }
+        self.inside = {
+            name: one for name, one in self.inside.items() if self.store.find_state(name)
         }
 
     # ------------------------------------------------------------------ rules
@@ -75,6 +79,22 @@ class Twin(RuleBasedStateMachine):
             self.store.save_prefix("anna", ids, *state)
             name = state_name(owner_tag("anna"), state[1].header.chain)
             self.preambles[name] = len(ids), payloads(*state)
+        self.forget_evicted()
+
+    @precondition(lambda self: self.turns)
+    @rule(pick=st.integers(0, 99), blocks=st.integers(1, 3), snapshot=SNAPSHOT)
+    def keep_inside(self, pick: int, blocks: int, snapshot: int) -> None:
+        """A place inside a prompt, with the bits of whoever computed it."""
+        turn = self.pick(pick)
+        conversation, ids = self.turns[turn]
+        ids = ids[: 16 * blocks]
+        if len(ids) < 16 * blocks:
+            return
+        state = make_state(ids, row_bytes=9000, snapshot_bytes=snapshot)
+        name = state_name(owner_tag("anna"), state[1].header.chain, inside=True)
+        with contextlib.suppress(StoreFull):
+            self.store.save_prefix("anna", ids, *state, conversation=conversation, gain=16)
+            self.inside[name] = conversation, ids, payloads(*state)
         self.forget_evicted()
 
     @precondition(lambda self: self.turns)
@@ -118,12 +138,15 @@ class Twin(RuleBasedStateMachine):
         state = make_state(ids, start=start, row_bytes=9000, snapshot_bytes=snapshot, seed=seed)
         wanted = payloads(*state)
         if start:
+            # Named, as whoever went on from it does: the turn may have rows of its own before.
             wanted = self.states[base][: start // 16] + wanted
+        else:
+            base = None
         try:
             if crash_after is None:
-                self.store.save_state(turn, *state)
+                self.store.save_state(turn, *state, base=base)
             else:
-                self.crash_in(crash_after, lambda: self.store.save_state(turn, *state))
+                self.crash_in(crash_after, lambda: self.store.save_state(turn, *state, base=base))
         except StoreFull:
             self.forget_evicted()  # the state is larger than what may be evicted for it
             return
@@ -149,7 +172,12 @@ class Twin(RuleBasedStateMachine):
             for turn in [turn for turn, one in self.turns.items() if one[0] == conversation]:
                 self.states.pop(turn, None)
                 del self.turns[turn]
+            assert not any(one[0] == conversation for one in self.kept_inside().values())
         self.forget_evicted()  # a preamble goes with the last conversation that begins with it
+
+    def kept_inside(self) -> dict[str, tuple[str, list[int], list[bytes]]]:
+        self.forget_evicted()
+        return self.inside
 
     @rule(share=st.floats(0.05, 0.85))
     def evict(self, share: float) -> None:
@@ -182,7 +210,18 @@ class Twin(RuleBasedStateMachine):
             assert reader is not None
             assert [bytes(piece.payload) for piece in reader] == wanted
             assert reader.report.complete
-        assert self.store.stats()["states"] == len(self.states) + len(self.preambles)
+        assert self.store.stats()["states"] == sum(
+            map(len, (self.states, self.preambles, self.inside))
+        )
+        assert self.store.stats()["inside_prompts"] == len(self.inside)
+        for name, (_, ids, wanted) in self.inside.items():
+            prompt = [*ids, 7]
+            found = self.store.longest_prefix(prompt, "anna")
+            assert found is not None
+            assert found.tokens == len(ids)
+            reader = self.store.load_prefix(Prefix(len(ids), name), prompt)
+            assert reader is not None
+            assert [bytes(piece.payload) for piece in reader] == wanted
         prompt = [*range(48), 7]
         found = self.store.longest_prefix(prompt, "anna")
         longest = max((tokens for tokens, _ in self.preambles.values()), default=0)
