@@ -292,7 +292,7 @@ class DecodeLoop(LoopWorker):
                 self.hold(execution)
                 if job.first_token_at is not None:
                     with execution.notes.stage("replay"), charge(execution.notes.meter):
-                        execution.replay = events.replay(client, job.id)
+                        execution.replay = events.replay(client, job.id, job.events)
                 if job.cancel:
                     execution.mark_cancelled()
                 pause = 0.05

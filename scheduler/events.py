@@ -133,14 +133,18 @@ async def afollow(
                 return
 
 
-def replay(client: redis.Redis, resp: str) -> Replay:
-    """Everything that a response has said so far."""
-    return Replay.of(_all(client, resp))
+def replay(client: redis.Redis, resp: str, known: int | None = None) -> Replay:
+    """Everything that a response has said so far; where nobody says more, `known` is how many
+    events that is, and spares a look for the next."""
+    return Replay.of(_all(client, resp, known))
 
 
-def _all(client: redis.Redis, resp: str) -> Iterator[dict[str, Any]]:
+def _all(client: redis.Redis, resp: str, known: int | None) -> Iterator[dict[str, Any]]:
     after = -1
-    while events := read(client, resp, after, count=2000):
+    while known is None or after + 1 < known:
+        events = read(client, resp, after, count=2000)
+        if not events:
+            return
         for event in events:
             yield event.data
         after = events[-1].seq

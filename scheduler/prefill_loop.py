@@ -246,9 +246,16 @@ class PrefillLoop(LoopWorker):
         job, prefilled, notes = execution.job, execution.prefilled, execution.notes
         try:
             notes.add("settle", computed, time.monotonic())
-            with notes.stage("announce"), charge(notes.meter):
-                if self._announce(job, prefilled, begun_at) == "lost":
-                    execution.mark_lost()
+
+            def announce() -> None:
+                with notes.stage("announce"), charge(notes.meter):
+                    if self._announce(job, prefilled, begun_at) == "lost":
+                        execution.mark_lost()
+
+            # Who reads the answer waits for its next token: only the display may be late.
+            announced = self._closers.submit(announce) if began else None
+            if announced is None:
+                announce()
             try:
                 with notes.stage("hand off"):
                     facts = dict(tail())
@@ -257,8 +264,9 @@ class PrefillLoop(LoopWorker):
                 facts = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
                 notes.fork("link", "none", facts["error"])
             with notes.stage("written"):
-                if began:
+                if announced is not None:
                     self._wait_written(execution)
+                    announced.result()
                 queue = self._route(job)
             self.settle(
                 execution,

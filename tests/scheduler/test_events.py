@@ -92,3 +92,5 @@ def test_a_retry_is_told_all_that_was_said(client: redis.Redis, job: Job) -> Non
     assert replay.text == "100 101 102 103 104 "
     assert replay.seq == 8
     assert "response.in_progress" in replay.types
+    assert events.replay(client, job.id, replay.seq) == replay
+    assert events.replay(client, job.id, 0) == events.Replay()
