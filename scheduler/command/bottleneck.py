@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import redis
 from rich.console import Console
 from rich.table import Table
 
 from scheduler.command.flags import config_flags, config_of, json_flag
-from scheduler.config import Config
+from scheduler.config import Config, ConfigError
 from scheduler.nodes import Nodes
 from scheduler.record import JobError
-from scheduler.redis_client import connect
+from scheduler.redis_client import AWAY, connect
 from scheduler.simulation import bottleneck, history, profile, service
 
 _BOTTLENECK = """\
@@ -57,7 +59,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=raw,
     )
     config_flags(parser)
-    parser.add_argument("--window", default="1h", type=seconds, metavar="TIME", help="90s, 10m, 1h")
+    parser.add_argument(
+        "--window", default="1h", type=seconds, metavar="TIME", help="the last 90s, 10m, 1h (1h)"
+    )
     parser.add_argument("--history", type=Path, metavar="FILE", help="an exported history instead")
     parser.add_argument("--prefill-profile", metavar="FILE", help="rates of the prefill nodes")
     parser.add_argument("--decode-profile", metavar="FILE", help="rates of the decode nodes")
@@ -95,8 +99,7 @@ def run_history(args: argparse.Namespace) -> int:
     """Export the history of the configured stack, or read costs off an exported one."""
     if args.action == "rates":
         return _rates(args)
-    config = config_of(args)
-    with connect(config.redis_url) as client:
+    with _redis(config_of(args)) as client:
         pasts = history.collect(client, args.window)
     count = history.write(args.file, pasts)
     if args.json:
@@ -155,7 +158,7 @@ def window_of(args: argparse.Namespace) -> bottleneck.Window:
         pasts = history.read(args.history)
         span = max(past.at + (past.ended or 0.0) for past in pasts)
     else:
-        with connect(config.redis_url) as client:
+        with _redis(config) as client:
             pasts = history.collect(client, args.window)
             for node in Nodes(client).list():
                 nodes[node.role] += 1
@@ -179,6 +182,18 @@ def window_of(args: argparse.Namespace) -> bottleneck.Window:
         config.jobs,
         args.shared or bool(hosts["prefill"] & hosts["decode"]),
     )
+
+
+@contextmanager
+def _redis(config: Config) -> Iterator[redis.Redis]:
+    """Redis of the configured stack. Raises ConfigError where it does not answer."""
+    try:
+        with connect(config.redis_url, patience=1.0) as client:
+            yield client
+    except AWAY as error:
+        raise ConfigError(
+            f"Redis does not answer ({str(error).splitlines()[0]}): is `tandem up` running?"
+        ) from None
 
 
 def _profile(name: str | None, config: Config) -> profile.Profile | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
-from scheduler.command.client import URL, Client
+from scheduler.command.client import URL, Client, ClientError
 from scheduler.config import Config, load
 from scheduler.host import data_dir
 
@@ -51,4 +52,12 @@ def config_of(args: argparse.Namespace, **more: Any) -> Config:
 
 def client_of(args: argparse.Namespace) -> Client:
     """The API that the flags of `client_flags` name. Raises ConfigError and ClientError."""
-    return Client.of(config_of(args), args.url)
+    config = config_of(args)
+    named = args.url or os.environ.get(URL)
+    if not named and config.roles and "api" not in config.roles:
+        raise ClientError(
+            f"no API runs on this machine, which does {' and '.join(config.roles)}: ask on the "
+            f"other one, or name its API with --url or {URL}",
+            2,
+        )
+    return Client.of(config, named)

@@ -272,6 +272,11 @@ def test_the_commands_read_the_running_stack(
         runs.append(job, job.events, [pack({"type": "response.output_text.delta"})], tokens=True)
         runs.finish(job, Result(usage={"output_tokens": 4, "cached_tokens": 0}))
     file = tmp_path / "history.jsonl"
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("REDIS_URL", "unix:///nowhere/redis.sock")
+        for words in (["bottleneck"], ["history", "export", str(file)]):
+            assert main(words) == 2
+            assert "is `tandem up` running?" in capsys.readouterr().err
     assert main(["history", "export", str(file), "--window", "10m"]) == 0
     assert "8 requests" in capsys.readouterr().out
     assert len(history.read(file)) == 8
