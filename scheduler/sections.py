@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 
 class Section(BaseModel):
@@ -133,13 +133,24 @@ class ApiConfig(Section):
         return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+LEAST_CHUNK = 17
+"""Tokens of the shortest forward that a prompt may be cut into (`engine.prefill.MIN_CHUNK`)."""
+
+
+def _long_enough(value: int) -> int:
+    if 0 < value < LEAST_CHUNK:
+        raise ValueError(f"must be 0 or at least {LEAST_CHUNK}")
+    return value
+
+
+Chunk = Annotated[int, Field(ge=0, le=65536), AfterValidator(_long_enough)]
+
+
 class PrefillConfig(Section):
     """`[prefill]`"""
 
-    chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
-        0, description="tokens per forward pass; 0: 8192 on Metal, 256 on a CPU"
-    )
-    small_chunk: Annotated[int, Field(ge=0, le=65536)] = Field(
+    chunk: Chunk = Field(0, description="tokens per forward pass; 0: 8192 on Metal, 256 on a CPU")
+    small_chunk: Chunk = Field(
         0,
         description="tokens per forward pass while a short interactive job waits; "
         "0: 2048 on Metal, on a CPU as the chunk",

@@ -13,7 +13,8 @@ What is hashed (blake2b-128):
 - what the caller adds in `extra` (KV dtype and quantisation, adapters).
 
 The result is kept beside the model, or in the model cache where that is read-only, and used
-again while every file has the same size, modification time and inode.
+again while every file has the same size, modification time, time of change and inode. (Whoever
+copies over a file in place may set its modification time, but not its time of change.)
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _content(model_dir: Path, files: list[Path], cache_dir: Path | None) -> byte
 
 def _facts(path: Path) -> list[Any]:
     stat = path.stat()
-    return [path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return [path.name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _framed(data: bytes) -> bytes:

@@ -149,6 +149,15 @@ def test_unchanged_files_are_not_read_again(model: Path, monkeypatch: pytest.Mon
         fingerprint(model)
 
 
+def test_other_weights_are_seen_behind_the_same_size_and_time(model: Path) -> None:
+    before = fingerprint(model)
+    weights = model / "model.safetensors"
+    told = weights.stat()
+    poke(weights, -1)
+    os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
+    assert fingerprint(model) != before
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"layout": 1}', "\0"])
 def test_a_damaged_record_is_made_anew(model: Path, content: str) -> None:
     first = fingerprint(model)

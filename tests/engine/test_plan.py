@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.prefill import SHORT, append_schedule, ends_of, expand_schedule, plan, plan_through
+from engine.prefill import (
+    MIN_CHUNK,
+    SHORT,
+    append_schedule,
+    ends_of,
+    expand_schedule,
+    plan,
+    plan_through,
+)
+from scheduler.sections import LEAST_CHUNK
 
 
 @given(st.integers(0, 1 << 20), st.integers(0, 40_000), st.integers(17, 8192))
@@ -29,6 +38,10 @@ def test_plan_folds_a_short_remainder() -> None:
     assert plan(0, 256 + 4, 256) == [130, 130]
     assert plan(10, 10 + 256 + 9, 256) == [256, 9]
     assert plan(0, 17 + 1, 17) == [9, 9]
+
+
+def test_the_configuration_takes_no_chunk_that_the_plan_refuses() -> None:
+    assert LEAST_CHUNK == MIN_CHUNK
 
 
 @pytest.mark.parametrize(("start", "stop", "chunk"), [(0, 10, 16), (5, 4, 256)])

@@ -175,6 +175,8 @@ def test_names_derived_from_the_configuration(
         ("[store]\nsave = 'never'", ["store.save", "'never'", "'idle' or 'turn'"]),
         ("[store]\nsize_gb = 0", ["store.size_gb", "0", "greater than 0"]),
         ("[store]\nsize_gb = nan", ["store.size_gb", "nan", "finite"]),
+        ("[prefill]\nchunk = 16", ["prefill.chunk", "16", "0 or at least 17"]),
+        ("[prefill]\nsmall_chunk = 1", ["prefill.small_chunk", "0 or at least 17"]),
         ("[link]\nbackend = 'ib'", ["link.backend", "'ib'", "tcp"]),
         ("[redis]\nurl = 'host:6379'", ["redis.url", "'host:6379'", "redis://"]),
         ("[redis]\nurl = 'redis://host:99999'", ["redis.url", "99999", "65535"]),
