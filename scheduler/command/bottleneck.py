@@ -232,10 +232,15 @@ def show(report: Mapping[str, Any]) -> None:
     console.print(table)
     base = report["model"]["simulated"]
     for title, rows in (("speed-ups", "speed_ups"), ("changes of topology", "topology")):
-        table = Table(title, "first token, mean", "end, mean", "end, p95", "saves")
-        table.add_row("as it is (simulated)", *_times(base), "")
+        table = Table(title, "first token, mean", "end, mean", "end, p95", "saves", "by formula")
+        table.add_row("as it is (simulated)", *_times(base), "", "")
         for change in report[rows]:
-            table.add_row(change["change"], *_times(change), f"{change['gain']:.1%}")
+            table.add_row(
+                change["change"],
+                *_times(change),
+                f"{change['gain']:.1%}",
+                _formula(change["by_formula"]),
+            )
         console.print(table)
     console.print(f"would help: {', '.join(report['do']) or 'nothing of these'}", highlight=False)
     if report["do_not"]:
@@ -246,6 +251,14 @@ def show(report: Mapping[str, Any]) -> None:
         highlight=False,
     )
     console.print(report["formula"], highlight=False)
+
+
+def _formula(found: Mapping[str, Any]) -> str:
+    """The wait at a change's stage, before and after."""
+    before, after = (
+        "endless" if found[key] is None else f"{found[key]:.2f} s" for key in ("wait_s", "then_s")
+    )
+    return f"{found['stage']}: {before} to {after}"
 
 
 def _times(row: Mapping[str, float]) -> tuple[str, str, str]:

@@ -35,6 +35,9 @@ WORTH = 0.05
 #: A change that shortens the mean by less is not worth its price.
 GAIN = 0.05
 FEWEST = 5
+#: What could be bought; a bigger chunk is free, and named by its size.
+MORE_PREFILL, MORE_DECODE = "one more prefill node", "one more decode node"
+FASTER_LINK, STORE = "a link twice as fast", "a store that loses nothing"
 #: Tokens per chunk where nothing says how many.
 DEFAULT_CHUNK = 2048
 
@@ -238,18 +241,18 @@ def predict(window: Window) -> tuple[dict[str, float], list[dict[str, Any]]]:
     turns = from_history(window.pasts)
     base = _run(cluster, turns)
     changes: list[tuple[str, bool, Cluster, Callable[[list[Turn]], None] | None]] = [
-        ("a link twice as fast", False, replace(cluster, link=_twice(cluster.link)), None),
-        ("one more decode node", True, cluster.more("decode"), None),
+        (FASTER_LINK, False, replace(cluster, link=_twice(cluster.link)), None),
+        (MORE_DECODE, True, cluster.more("decode"), None),
     ]
     if cluster.prefill:
-        changes.append(("one more prefill node", True, cluster.more("prefill"), None))
+        changes.append((MORE_PREFILL, True, cluster.more("prefill"), None))
         if chunk := bigger_chunk(prefill, cluster.prefill[0].forward):
             larger = tuple(replace(machine, chunk=chunk) for machine in cluster.prefill)
             changes.insert(
                 0, (f"chunks of {chunk} tokens", False, replace(cluster, prefill=larger), None)
             )
-    if any(recomputed(past) for past in window.pasts):
-        changes.insert(1, ("a store that loses nothing", False, cluster, _found))
+    changes.insert(1, (STORE, False, cluster, _found))
+    by_formula = _by_formula(window, prefill)
     found = []
     for change, topology, changed, also in changes:
         mine = [replace(turn) for turn in turns]
@@ -257,8 +260,40 @@ def predict(window: Window) -> tuple[dict[str, float], list[dict[str, Any]]]:
             also(mine)
         after = _run(changed, mine)
         gain = 1 - after["total_mean_s"] / base["total_mean_s"]
-        found.append({"change": change, "topology": topology, "gain": round(gain, 4), **after})
+        row = {"change": change, "topology": topology, "gain": round(gain, 4), **after}
+        found.append({**row, "by_formula": by_formula(change)})
     return base, found
+
+
+def _by_formula(window: Window, prefill: Profile) -> Callable[[str], dict[str, Any]]:
+    """The mean wait at the stage that a change is about, by `FORMULA`, without it and with it.
+
+    For the store it is what was computed again, and nothing of that. None: it grows without end.
+    """
+    queue, link, decode, _, store = stages(window)
+    now = window.chunk or prefill.chunk
+
+    def changed(change: str) -> dict[str, Any]:
+        stage, after = queue, queue
+        if change == MORE_PREFILL:
+            after = replace(queue, servers=queue.servers + 1)
+        elif change == MORE_DECODE:
+            stage, after = decode, replace(decode, servers=decode.servers + window.slots)
+        elif change == FASTER_LINK:
+            stage, after = link, replace(link, services=[s / 2 for s in link.services])
+        elif change == STORE:
+            lost = sum(store.waits) / len(store.waits) if store.waits else 0.0
+            return {"stage": store.name, "wait_s": round(lost, 4), "then_s": 0.0}
+        else:
+            part = prefill.rate(now) / prefill.rate(bigger_chunk(prefill, now))
+            after = replace(queue, services=[s * part for s in queue.services])
+        return {
+            "stage": stage.name,
+            "wait_s": _rounded(estimate(stage, window.seconds)),
+            "then_s": _rounded(estimate(after, window.seconds)),
+        }
+
+    return changed
 
 
 def machines(window: Window) -> tuple[Profile, Profile]:

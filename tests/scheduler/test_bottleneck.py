@@ -137,6 +137,25 @@ def test_a_store_that_lost_what_was_asked_for() -> None:
     assert report["bottleneck"] == "store"
     assert report["do"][0] == "a store that loses nothing"
     assert "one more prefill node" not in report["do"]
+    row = next(r for r in report["speed_ups"] if r["change"] == bottleneck.STORE)
+    assert row["by_formula"]["wait_s"] > 1
+    assert row["by_formula"]["then_s"] == 0
+
+
+def test_every_purchase_has_the_wait_that_the_formula_gives() -> None:
+    report = analyse(served(load(every=1.4)))
+    rows = {r["change"]: r for r in (*report["speed_ups"], *report["topology"])}
+    queue = report["stages"][0]["estimated_wait_s"]
+    for change in ("chunks of 1024 tokens", bottleneck.MORE_PREFILL):
+        found = rows[change]["by_formula"]
+        assert found["stage"] == "prefill queue"
+        assert found["wait_s"] == queue
+        assert 0 <= found["then_s"] < 0.7 * queue
+    assert rows[bottleneck.STORE]["by_formula"] == {"stage": "store", "wait_s": 0, "then_s": 0}
+    assert rows[bottleneck.STORE]["gain"] == 0, "nothing was lost"
+    assert f"{bottleneck.STORE}: +0.0%" in report["do_not"]
+    assert rows[bottleneck.FASTER_LINK]["by_formula"]["stage"] == "link"
+    assert rows[bottleneck.MORE_DECODE]["by_formula"]["stage"] == "decode queue"
 
 
 def test_nothing_is_sold_to_who_does_not_wait() -> None:
