@@ -32,7 +32,7 @@ examples:
   tandem explain resp_3f2a...          why it took so long
   tandem doctor                        what is wrong here, and the cure
 
-  two machines      init, up, model, doctor, service
+  two machines      init, up, model, node, doctor, service
   what is kept      conversations, store, owners, backup, restore
   how fast, and why explain, calibrate, profile, bench, bottleneck, history, simulate
   parts by hand     serve, worker
