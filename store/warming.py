@@ -59,8 +59,8 @@ class Warming:
         store = self._store
         with store.environment.read() as txn:
             state = store.states.get(txn, turn)
-            if state is None:
-                return True
+            if state is None or state.continued or state.inside:
+                return True  # the next turns of conversations do not begin there
             objects = []
             for ident in (state.snap, state.head):
                 while ident != ROOT and ident not in seen:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+from api_node import ApiNode
 from decode_kit import Node, asking, make_job, tiny
 from pair_kit import Pair
 from redis_kit import eventually
@@ -107,6 +108,7 @@ def test_an_answer_to_a_long_message_is_asked_for_again(node: Node) -> None:
     assert node.store.check().clean
 
 
+@pytest.mark.rotate(3)
 def test_a_long_message_of_a_later_turn_is_sent_again(node: Node) -> None:
     one = make_job(prompt(60, seed=2), request=asking(4))
     assert answered(node, one) == ("cold", 60)
@@ -122,6 +124,7 @@ def test_a_long_message_of_a_later_turn_is_sent_again(node: Node) -> None:
     assert node.said(again) == node.said(two)
 
 
+@pytest.mark.rotate(3)
 def test_states_inside_a_prompt_come_over_the_link(
     kind: Model, words: Any, tmp_path: Path, redis_url: str, client: redis.Redis
 ) -> None:
@@ -172,6 +175,42 @@ def test_whoever_goes_back_further_finds_a_lattice(words: Any, tmp_path: Path) -
         assert answered(node, branch) == ("restored", 40)
     finally:
         node.close()
+
+
+@pytest.mark.rotate(3)
+def test_a_client_that_edits_its_last_message_pays_for_that_alone(
+    kind: Model, model_path: Path, redis_url: str
+) -> None:
+    """Over HTTP, by a client that sends all of its messages each time."""
+    said = [
+        {"role": "user", "content": "When does the train to the sea leave? " * 30},
+        {"role": "assistant", "content": "At seven, from the first platform. " * 30},
+    ]
+    with ApiNode(redis_url, kind, model_path) as stack:
+        client = stack.client()
+
+        def ask(text: str) -> Any:
+            messages = [*said, {"role": "user", "content": text}]
+            return stack.workers.serve(
+                lambda: client.chat.completions.create(
+                    model="default", messages=messages, max_tokens=4, temperature=0
+                )
+            )
+
+        first = ask("And where to?")
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        block = kind.layout.block_tokens
+        least = first.usage.prompt_tokens - block - 30
+        eventually(
+            lambda: max(kept(stack.node), default=0) >= least, "its last message is not found"
+        )
+        cut = max(kept(stack.node))
+        for text in ("Why at seven?", "And where to?"):
+            answer = ask(text)
+            assert answer.usage.prompt_tokens_details.cached_tokens == cut
+            assert answer.usage.prompt_tokens - cut < block + 30
+            same = answer.choices[0].message.content == first.choices[0].message.content
+            assert same or text != "And where to?"
 
 
 def test_nothing_is_kept_where_it_is_not_wanted(kind: Model, words: Any, tmp_path: Path) -> None:
