@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,6 +23,15 @@ from scheduler.simulation.profile import BUILT_IN, load
 from scheduler.simulation.report import Goal, summarise
 
 SCENARIOS = {"seed": scenario.seed, "published": published.published}
+#: Flags of the rule, and the settings that they stand for.
+RULE = {
+    "horizon": "horizon_seconds",
+    "gain": "preempt_gain",
+    "owner-share": "owner_share",
+    "interactive-weight": "interactive_weight",
+    "batch-weight": "batch_weight",
+    "max-parked": "max_parked",
+}
 _HELP = """\
 Requests in simulated time, on measured or claimed rates, under the scheduling rule in use.
 
@@ -54,47 +64,65 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     source.add_argument("--scenario", choices=sorted(SCENARIOS), help="a run whose rates are known")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    rule = parser.add_argument_group("the rule")
-    rule.add_argument("--horizon", type=float, default=defaults.horizon_seconds, help="seconds")
-    rule.add_argument("--gain", type=float, default=defaults.preempt_gain)
+    rule = parser.add_argument_group("the rule (as in tandem.toml's [jobs])")
+    for flag, name in RULE.items():
+        what = JobsConfig.model_fields[name].description or name
+        _number(rule, f"--{flag}", getattr(defaults, name), what)
     queue = parser.add_argument_group("one prefill queue (without --decode)")
-    queue.add_argument("--load", type=float, default=0.78, help="share of the node that is busy")
-    queue.add_argument("--seeds", type=int, default=20, help="how many random thinnings to pool")
-    queue.add_argument(
-        "--rate", type=float, default=simulate.RATE, help="prefill tokens per second"
-    )
+    _number(queue, "--load", 0.78, "share of the time that the node is busy")
+    _number(queue, "--seeds", 20, "how many random thinnings to pool")
+    _number(queue, "--rate", simulate.RATE, "prefill tokens per second")
     both = parser.add_argument_group("both")
-    both.add_argument("--first-seed", type=int, default=0, help="seed of the (first) thinning")
-    both.add_argument("--chunk", type=int, default=0, help="tokens per chunk (0: the profile's)")
+    _number(both, "--first-seed", 0, "seed of the (first) thinning")
+    _number(both, "--chunk", 0, "tokens per chunk; 0: the profile's")
     whole = parser.add_argument_group("the whole pipeline (with --decode)")
     many: dict[str, Any] = {"action": "append", "default": [], "metavar": "PROFILE"}
     whole.add_argument("--prefill", help="a prefill node; again for another", **many)
     whole.add_argument("--decode", help="a decode node; again for another", **many)
-    whole.add_argument("--part", type=float, default=1.0, help="part of the conversations to keep")
-    whole.add_argument(
-        "--slots", type=int, default=8, help="rows that a decode node decodes at once"
-    )
-    whole.add_argument("--link-gbps", type=float, default=75.0, help="of each decode node's link")
-    whole.add_argument("--link-ms", type=float, default=0.5, help="latency of a hand-off")
     whole.add_argument(
         "--shared", action="store_true", help="prefill and decode nodes are pairwise one machine"
     )
+    _number(whole, "--part", 1.0, "part of the conversations to keep, chosen by the seed")
+    _number(whole, "--slots", 8, "rows that a decode node decodes at once")
+    _number(whole, "--link-gbps", 75.0, "gigabits per second to each decode node")
+    _number(whole, "--link-ms", 0.5, "latency of a hand-off in milliseconds")
     whole.add_argument("--no-overlap", action="store_true", help="send a state only when whole")
+    _number(whole, "--store-gb", 0.0, "size of the store in GB; 0: no limit")
+    _number(whole, "--read-gbps", 0.0, "gigabits per second read from the store; 0: no time")
+    _number(whole, "--memory-gb", 0.0, "GB for states that wait at a decode node; 0: no limit")
     whole.add_argument(
-        "--store-gb", type=float, default=0.0, help="size of the store (0: no limit)"
+        "--handoff",
+        choices=("prompt", "late"),
+        default="prompt",
+        help="hand off at the prompt's end, or once another prompt waits (prompt)",
     )
+    _number(whole, "--slo-ttft", 0.0, "seconds to the first token; 0: 10 + 2 x its own prefill")
+    _number(whole, "--slo-tpot", 0.1, "seconds between tokens")
     whole.add_argument(
-        "--read-gbps", type=float, default=0.0, help="reading the store (0: no time)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw queue lengths and how busy each machine was: .svg or .png",
     )
-    whole.add_argument("--memory-gb", type=float, default=0.0, help="for states that wait (0: any)")
-    whole.add_argument("--handoff", choices=("prompt", "late"), default="prompt")
-    whole.add_argument(
-        "--slo-ttft", type=float, default=0.0, help="s (0: 10 + 2 x its own prefill)"
-    )
-    whole.add_argument("--slo-tpot", type=float, default=0.1, help="seconds between tokens")
-    whole.add_argument("--plot", type=Path, metavar="FILE", help="picture of the run: .svg, .png")
     whole.add_argument("--compare", action="store_true", help="against what --history recorded")
     parser.set_defaults(run=_run)
+
+
+def _number(group: argparse._ArgumentGroup, flag: str, default: float, what: str) -> None:
+    """Add a flag for a number of the default's kind, which the help names."""
+    group.add_argument(
+        flag, type=type(default), default=default, metavar="N", help=f"{what} ({default:g})"
+    )
+
+
+def _settings(args: argparse.Namespace) -> JobsConfig:
+    """The rule that the flags name. Raises JobError for a value that cannot be."""
+    asked = {name: getattr(args, flag.replace("-", "_")) for flag, name in RULE.items()}
+    try:
+        return JobsConfig.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise JobError(f"{first['loc'][0]}: {first['msg'].lower()}") from None
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -108,11 +136,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.seeds < 1 or args.load <= 0 or args.rate <= 0 or args.chunk < 0 or args.slots < 1:
-        raise JobError("--seeds, --load, --rate, --chunk and --slots must be above 0")
-    if args.link_gbps <= 0 or args.link_ms < 0 or not 0 < args.part <= 1:
-        raise JobError("--link-gbps must be above 0, --link-ms not below, --part from 0 to 1")
-    if min(args.store_gb, args.read_gbps, args.memory_gb, args.slo_ttft, args.slo_tpot) < 0:
+    above = (args.seeds, args.load, args.rate, args.slots, args.link_gbps, args.part)
+    if not all(value > 0 for value in above) or not args.part <= 1:
+        raise JobError(
+            "--seeds, --load, --rate, --slots and --link-gbps must be above 0, --part from 0 to 1"
+        )
+    sizes = (args.chunk, args.link_ms, args.store_gb, args.read_gbps, args.memory_gb)
+    if not all(value >= 0 for value in (*sizes, args.slo_ttft, args.slo_tpot)):
         raise JobError("sizes, rates and seconds cannot be negative")
     if args.compare and not args.history:
         raise JobError("--compare needs --history: there is nothing to compare with otherwise")
@@ -158,7 +188,7 @@ def _pipeline(args: argparse.Namespace) -> int:
 
 def cluster_of(args: argparse.Namespace) -> Cluster:
     """The cluster that the flags describe."""
-    settings = JobsConfig(horizon_seconds=args.horizon, preempt_gain=args.gain)
+    settings = _settings(args)
     prefill = [load(name) for name in args.prefill]
     decode = [load(name) for name in args.decode]
     found = Cluster(
@@ -195,7 +225,7 @@ def describe(cluster: Cluster) -> dict[str, Any]:
 
 
 def _queue(args: argparse.Namespace) -> int:
-    settings = JobsConfig(horizon_seconds=args.horizon, preempt_gain=args.gain)
+    settings = _settings(args)
     options: dict[str, Any] = {
         "load": args.load,
         "seeds": range(args.first_seed, args.first_seed + args.seeds),
