@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "sw_vers": ("sw_vers",),
     "sysctl": ("sysctl", "hw.memsize", "machdep.cpu.brand_string", "iogpu.wired_limit_mb"),
     "pmset": ("pmset", "-g"),
+    "filevault": ("fdesetup", "status"),
     "rdma_ctl": ("rdma_ctl", "status"),
     "ibv_devinfo": ("ibv_devinfo",),
     "thunderbolt": ("system_profiler", "SPThunderboltDataType", "-json"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from scheduler.doctor.capture import Output
-from scheduler.doctor.finding import Check, fail, ok, warn
+from scheduler.doctor.finding import Check, fail, ok, skip, warn
 
 #: RDMA over Thunderbolt needs at least this macOS; frames larger than 4 KiB need 26.3.
 LEAST = (26, 2)
@@ -107,3 +108,27 @@ def sleep(sample: Output | None) -> Check:
     if found.get("autorestart") == "0":
         return warn(name, "after a power cut the machine stays off", evidence, cure)
     return ok(name, "it does not sleep", evidence)
+
+
+def autostart(sample: Output | None, service: Path | None, *, daemon: bool, alone: bool) -> Check:
+    """`autostart`: when the service begins, and whether it may reach the other machine then.
+
+    `service` is its file, `sample` what `fdesetup status` printed, `alone` whether this machine
+    does everything.
+    """
+    name = "autostart"
+    if service is None:
+        return skip(name, "no service is installed: `tandem service install`")
+    evidence = str(service)
+    if not daemon and not alone:
+        return warn(
+            name,
+            "macOS lets an agent reach the other machine only once that was allowed at the screen",
+            evidence,
+            "run `tandem service uninstall`, then `tandem service install --system`; or allow "
+            "Python in System Settings, Privacy & Security, Local Network",
+        )
+    when = "at every boot" if daemon else "when its user logs in"
+    if sample is not None and "FileVault is On" in sample.text:
+        return ok(name, f"{when}, after the disk is unlocked (FileVault)", evidence)
+    return ok(name, when, evidence)

@@ -19,6 +19,7 @@ from scheduler.doctor.finding import Check, fail, ok, skip
 from scheduler.host.late_bind import is_here
 from scheduler.host.redis_server import MINIMUM
 from scheduler.host.reports import newest
+from scheduler.host.service import DAEMON, installed
 from scheduler.nodes import Node, Nodes
 from scheduler.redis_client import connect
 from scheduler.serializer import pack, unpack
@@ -30,6 +31,7 @@ from transport.versions import about
 TOLD_SECONDS = 30 * 86_400
 MAC_ONLY = (
     "rdma", "rdma ports", "cables", "cable map", "thunderbolt bridge", "wired limit", "sleep",
+    "autostart",
 )  # fmt: skip
 
 
@@ -70,6 +72,12 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
         found += [
             mac.wired_limit(samples["sysctl"], weights),
             mac.sleep(samples["pmset"]),
+            mac.autostart(
+                samples["filevault"],
+                installed(),
+                daemon=installed() == DAEMON,
+                alone=len(roles) == 3,
+            ),
             thunderbolt.rdma(samples["rdma_ctl"]),
             thunderbolt.rdma_ports(samples["ibv_devinfo"], [here for here, _ in pairs]),
             thunderbolt.cables(ports),

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from scheduler.config import Config
-from scheduler.doctor import mac, machine, service, thunderbolt
+from scheduler.doctor import capture, mac, machine, service, thunderbolt
 from scheduler.doctor.capture import COMMANDS, Output, run
 from scheduler.doctor.finding import Check, Status
+from scheduler.doctor.run import MAC_ONLY, examine
 from scheduler.nodes import Node
 from scheduler.passwords import Passwords, write_private
 
@@ -46,6 +47,16 @@ def test_a_command_that_is_missing_or_fails() -> None:
     failed = run(("sh", "-c", "echo out; echo err >&2; exit 3"))
     assert failed is not None
     assert (failed.status, failed.last) == (3, "err")
+
+
+def test_a_mac_whose_commands_are_all_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "samples", lambda: dict.fromkeys(COMMANDS))
+    monkeypatch.setattr(machine, "survey", lambda _: {"error": "not here"})
+    checks = {check.name: check for check in examine(Config(data_dir=tmp_path), None)}
+    assert set(MAC_ONLY) <= set(checks)
+    assert not any(check.finding == "only on macOS" for check in checks.values())
 
 
 @pytest.mark.parametrize(
@@ -91,6 +102,29 @@ def test_wired_limit(name: str, status: Status, words: list[str]) -> None:
 )
 def test_sleep(name: str, status: Status, words: list[str]) -> None:
     told(mac.sleep(sample(name)), status, *words)
+
+
+AGENT = Path("/Users/me/Library/LaunchAgents/org.tandem.serve.plist")
+
+
+@pytest.mark.parametrize(
+    ("daemon", "alone", "vault", "status", "words"),
+    [
+        (True, False, "FileVault is Off.", "ok", ["at every boot"]),
+        (True, False, "FileVault is On.", "ok", ["at every boot", "unlocked"]),
+        (False, True, "FileVault is On.", "ok", ["logs in", "unlocked"]),
+        (False, False, "FileVault is Off.", "warn", ["--system", "Local Network"]),
+    ],
+)
+def test_autostart(daemon: bool, alone: bool, vault: str, status: Status, words: list[str]) -> None:
+    told(mac.autostart(Output(vault), AGENT, daemon=daemon, alone=alone), status, *words)
+
+
+def test_autostart_of_no_service_and_without_an_answer() -> None:
+    told(mac.autostart(None, None, daemon=False, alone=True), "skip", "service install")
+    check = mac.autostart(None, AGENT, daemon=True, alone=True)
+    told(check, "ok", "at every boot")
+    assert "FileVault" not in check.finding
 
 
 @pytest.mark.parametrize(
