@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import xxhash
 from store.blocks import ROOT
 from store.codec.header import MAX_HEADER, MAX_PAYLOAD, CodecError, Piece, parse
 from store.errors import StoreError
+from store.renaming import placed, renamed
 from store.turns import Turn
 
 if TYPE_CHECKING:
@@ -114,8 +115,10 @@ def _export_state(store: Store, turn: Turn, writer: _Writer) -> int:
 def import_conversation(store: Store, path: Path, owner: str | None = None) -> dict[str, Any]:
     """Store what is in the bundle `path`; what is there already is left.
 
-    Returns the conversation's id and counts. `owner`: whose it becomes, instead of whose it was.
-    Everything is verified first; nothing is stored if any of it is wrong (StoreError).
+    Returns the conversation's id, counts, and new ids by old ones (`renamed`): all ids change where
+    one of them is taken by another owner, or by this one for something else. `owner`: whose it
+    becomes, instead of whose it was. Everything is verified first; nothing is stored if any of it
+    is wrong (StoreError).
     """
     try:
         with path.open("rb") as file:
@@ -146,14 +149,18 @@ def _import(store: Store, view: memoryview, owner: str | None) -> dict[str, Any]
             states.append(msgpack.unpackb(body))
         else:
             raise ValueError(f"it has a frame of unknown kind {kind!r}")
+    items = msgpack.unpackb(conversation.pop("items"))
+    _check_turns(turns, states)
     if owner is not None:
         conversation["owner"] = owner
         turns = [replace(turn, owner=owner) for turn in turns]
+    names = placed(store, conversation, items, turns)
+    conversation, items, turns = renamed(names, conversation, items, turns)
     store.create_conversation(
         conversation["id"],
         conversation["owner"],
         conversation["metadata"],
-        msgpack.unpackb(conversation["items"]),
+        items,
         conversation["created"],
     )
     for turn in turns:
@@ -161,9 +168,23 @@ def _import(store: Store, view: memoryview, owner: str | None) -> dict[str, Any]
     written = 0
     for state in states:
         pieces = [_piece(view[slice(*objects[ident])]) for ident in state["objects"]]
-        written += store.save_state(state["turn"], pieces[:-1], pieces[-1]).bytes_written
+        name = names.get(state["turn"], state["turn"])
+        written += store.save_state(name, pieces[:-1], pieces[-1]).bytes_written
     counts = {"turns": len(turns), "states": len(states), "bytes": written}
-    return {"conversation": conversation["id"], **counts}
+    return {"conversation": conversation["id"], **counts, "renamed": names}
+
+
+def _check_turns(turns: Sequence[Turn], states: Sequence[dict[str, Any]]) -> None:
+    """A bundle stands by itself: it neither continues nor changes what is not in it."""
+    seen: set[str] = set()
+    for turn in turns:
+        if turn.id in seen:
+            raise ValueError("it has a turn twice")
+        if turn.parent is not None and turn.parent not in seen:
+            raise ValueError("a turn comes before the one that it continues")
+        seen.add(turn.id)
+    if any(state["turn"] not in seen for state in states):
+        raise ValueError("it has a state of a turn that it lacks")
 
 
 def _frames(view: memoryview) -> Iterator[tuple[bytes, int, int]]:

@@ -51,7 +51,11 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
 
     @routes.post("/import", openapi_extra={"requestBody": {"required": True, **_BUNDLE}})
     async def import_conversation(request: Request) -> dict[str, Any]:
-        """An extension: store a conversation from a file that an export gave."""
+        """An extension: store a conversation from a file that an export gave.
+
+        It keeps its ids, or gets new ones where they are taken: by another owner, or by this one
+        for something else. `imported.renamed` has the new ids by the old ones.
+        """
         directory = _directory(backend)
         fd, name = await run_in_threadpool(tempfile.mkstemp, dir=directory)
         path = FilePath(name)
@@ -64,6 +68,7 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
         finally:
             path.unlink(missing_ok=True)
         ident = done.pop("conversation")
+        await run_in_threadpool(_revive, backend, ident)
         backend.note("import", ident)
         record = await run_in_threadpool(find_conversation, backend, ident)
         return shown(record) | {"imported": done}
@@ -136,6 +141,14 @@ def add_to(routes: APIRouter, backend: Backend, shown: Shown) -> None:
             )
         backend.note("fork", made["id"], conversation=conversation_id)
         return shown(made) | {"forked_from": {"conversation": conversation_id, "response": upto}}
+
+
+def _revive(backend: Backend, conversation: str) -> None:
+    """Let an imported conversation's responses be found again where they were deleted before."""
+    with backend.store() as store:
+        turns = store.conversation_turns(conversation)
+    if turns:
+        backend.redis.delete(*(f"tandem:deleted:{turn}" for turn in turns))
 
 
 def _chunks(file: BinaryIO) -> Iterator[bytes]:

@@ -169,6 +169,9 @@ def run_import(args: argparse.Namespace) -> int:
     counts = made["imported"]
     print(f"{made['id']}: {counts['turns']} turns, {counts['states']} states, "
           f"{counts['bytes']:,} bytes stored")  # fmt: skip
+    old = [was for was, now in counts.get("renamed", {}).items() if now == made["id"]]
+    if old:
+        print(f"its id in the file, {old[0]}, is taken: it and its responses have new ones")
     return 0
 
 

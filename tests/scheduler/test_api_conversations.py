@@ -165,6 +165,12 @@ def test_the_commands(
     assert status == 0, out
     assert out.startswith(f"{origin}: 2 turns, 0 states")
     assert run(capsys, "show", origin)[0] == 0
+    stack.store.delete_conversation(origin)
+    stack.store.create_conversation(origin, "somebody")
+    status, out = run(capsys, "import", str(file))
+    assert status == 0, out
+    assert f"its id in the file, {origin}, is taken" in out
+    assert texts(client, out.partition(":")[0])[0] == "Why is the sky blue?"
     for words in (
         ("show", "resp_1"), ("fork", "x"), ("import", str(tmp_path / "none")),
         ("export", f"conv_{'0' * 32}", str(tmp_path / "a")),

@@ -38,6 +38,7 @@ class World:
     alice: str
     bob: str
     ids: dict[str, str] = field(default_factory=dict)
+    talk: tuple[str, Any] = ("", None)  # a conversation of two turns, its first response
     # One for all requests: making one costs more than a request.
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
 
@@ -70,6 +71,10 @@ def world() -> Iterator[World]:
         eventually(
             lambda: client.batches.retrieve(batch.id).status == "completed", "the batch goes on"
         )
+        talk = client.conversations.create().id
+        first = client.responses.create(model="test-model", input="One", conversation=talk)
+        client.responses.create(model="test-model", input="Two", conversation=talk)
+        found.talk = (talk, first)
         stack.workers.may_prefill.clear()
         live = client.responses.create(model="test-model", input=SECRET, background=True)
         found.ids = {
@@ -473,3 +478,32 @@ def test_the_command_keeps_owners(tmp_path: Any, capsys: pytest.CaptureFixture[s
     (tmp_path / owners.FILE).chmod(0o644)
     with pytest.raises(OwnersError, match="chmod 600"):
         Owners(tmp_path)
+
+
+def test_another_owners_conversation_comes_in_under_new_ids(world: World) -> None:
+    origin, first = world.talk
+    url = "/v1/conversations"
+    data = world.call(world.alice, "GET", f"{url}/{origin}/export").content
+    again = [world.call(world.bob, "POST", f"{url}/import", content=data) for _ in range(2)]
+    for answer in again:
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["id"] == again[0].json()["id"] != origin
+    made = again[0].json()
+    names = made["imported"]["renamed"]
+    assert names[origin] == made["id"]
+    assert world.call(world.bob, "GET", f"{url}/{origin}").status_code == 404
+    items = world.call(world.bob, "GET", f"{url}/{made['id']}/items").json()["data"]
+    assert len(items) == 4
+    got = world.call(world.bob, "GET", f"/v1/responses/{names[first.id]}").json()
+    assert got["output"][0]["content"][0]["text"] == first.output_text
+    assert got["output"][0]["id"] == "msg_" + names[first.id].removeprefix("resp_")
+    store = world.stack.store
+    assert store.turn_ids(names[first.id]) == store.turn_ids(first.id)
+    kept = world.call(world.alice, "GET", f"{url}/{origin}/items").json()["data"]
+    assert len(kept) == 4
+    # What is the owner's own comes back under its ids, and can be asked for again.
+    assert world.call(world.alice, "DELETE", f"{url}/{origin}").status_code == 200
+    assert world.call(world.alice, "GET", f"/v1/responses/{first.id}").status_code == 404
+    back = world.call(world.alice, "POST", f"{url}/import", content=data).json()
+    assert (back["id"], back["imported"]["renamed"]) == (origin, {})
+    assert world.call(world.alice, "GET", f"/v1/responses/{first.id}").status_code == 200

@@ -3,12 +3,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import msgpack
 import pytest
 from made_states import MODEL, make_state, make_turn, payloads
 
+from store.bundle import _Writer
 from store.commands import register, size
 from store.environment import VALUE_BYTES
 from store.errors import StoreError
@@ -144,6 +147,87 @@ def test_a_bundle_with_any_byte_changed_is_refused(data: Path, tmp_path: Path) -
             other.import_conversation(spoiled)
     assert other.stats()["turns"] == other.stats()["objects"] == 0
     other.close()
+
+
+def test_ids_that_are_taken_change_as_a_whole(data: Path, tmp_path: Path) -> None:
+    fill(data)
+    bundle = tmp_path / "conversation.tandem"
+    assert run("export", "conv_a", str(bundle)) == 0
+    store = Store.open(store_dir(data), 0)
+    before = store.get_conversation("conv_a"), store.stats()["turns"]
+    made = store.import_conversation(bundle, "mallory")
+    assert (store.get_conversation("conv_a"), store.stats()["turns"] - 3) == before
+    names = made["renamed"]
+    assert set(names) == {"conv_a", "resp_0", "resp_1", "resp_2"}
+    assert made["conversation"] == names["conv_a"]
+    assert store.conversation_turns(names["conv_a"]) == [names[f"resp_{n}"] for n in range(3)]
+    assert store.turn_ids(names["resp_2"]) == store.turn_ids("resp_2")
+    turn = store.get_turn(names["resp_1"])
+    assert turn is not None
+    assert (turn.owner, turn.parent) == ("mallory", names["resp_0"])
+    reader = store.load_state(names["resp_2"], MODEL)
+    assert reader is not None
+    state = make_state(range(299), row_bytes=20_000)
+    assert [bytes(piece.payload) for piece in reader] == payloads(*state)
+    # Again the same; and what is the owner's own stays where it is.
+    assert store.import_conversation(bundle, "mallory") == {**made, "bytes": 0}
+    assert store.import_conversation(bundle)["renamed"] == {}
+    assert store.import_conversation(bundle, "other")["conversation"] != made["conversation"]
+    assert store.check().clean
+    store.close()
+
+
+def test_the_same_id_with_other_contents_is_another_conversation(
+    data: Path, tmp_path: Path
+) -> None:
+    fill(data, 2)
+    bundle = tmp_path / "conversation.tandem"
+    assert run("export", "conv_a", str(bundle)) == 0
+    other = Store.open(tmp_path / "other", 64 << 20)
+    other.put_turn(make_turn(range(9), range(3), conversation="conv_a", ident="resp_0"))
+    made = other.import_conversation(bundle)
+    assert set(made["renamed"]) == {"conv_a", "resp_0", "resp_1"}
+    assert other.turn_ids("resp_0") == [*range(9), *range(3)]
+    assert other.conversation_turns("conv_a") == ["resp_0"]
+    assert len(other.turn_ids(made["renamed"]["resp_1"])) == 200
+    other.close()
+
+
+def test_a_bundle_stands_by_itself(tmp_path: Path) -> None:
+    def forge(*frames: tuple[bytes, dict[str, object]]) -> Path:
+        path = tmp_path / "forged"
+        with path.open("wb") as file:
+            writer = _Writer(file)
+            for kind, body in frames:
+                writer.frame(kind, msgpack.packb(body))
+            writer.frame(b"E", msgpack.packb(writer.frames))
+        return path
+
+    store = Store.open(tmp_path / "store", 64 << 20)
+    theirs = make_turn(range(9), range(3), conversation="conv_t", ident="resp_t")
+    store.put_turn(replace(theirs, owner="alice"))
+    head = {
+        "id": "conv_m", "owner": "x", "metadata": {}, "created": 1.0, "items": msgpack.packb([])
+    }  # fmt: skip
+    mine = make_turn(range(5), range(2), conversation="conv_m", ident="resp_m")
+    for wrong in (
+        [replace(mine, parent="resp_t")],  # goes on from what is another's
+        [mine, mine],
+        [replace(mine, parent="resp_n"), replace(mine, id="resp_n")],
+    ):
+        frames = [(b"T", turn.to_dict()) for turn in wrong]
+        with pytest.raises(StoreError, match="not a whole"):
+            store.import_conversation(forge((b"C", head), *frames), "mallory")
+    state = {"turn": "resp_t", "objects": []}
+    with pytest.raises(StoreError, match="not a whole"):
+        store.import_conversation(forge((b"C", head), (b"S", state)), "mallory")
+    assert store.get_conversation("conv_m") is None
+    # A turn of another's conversation enters a new one.
+    into = replace(mine, conversation="conv_t")
+    made = store.import_conversation(forge((b"C", head), (b"T", into.to_dict())), "mallory")
+    assert store.conversation_turns("conv_t") == ["resp_t"]
+    assert set(made["renamed"]) == {"conv_m", "conv_t", "resp_m"}
+    store.close()
 
 
 def test_compact_gives_space_back(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
