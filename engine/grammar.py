@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
@@ -12,6 +14,8 @@ import numpy as np
 
 from engine.errors import ModelError
 from store.meter import work
+
+log = logging.getLogger("tandem.engine")
 
 Kind = Literal["json_schema", "regex", "lark"]
 MAX_GRAMMAR = 1 << 20  # bytes of a schema or grammar
@@ -63,6 +67,39 @@ class Vocabulary:
             line = problem.strip().splitlines()[0]
             raise ModelError(f"the {kind} cannot be followed ({line}); correct it")
         return LLMatcher(self.inner, made)
+
+
+class Words:
+    """The vocabulary of one model, for all its grammars: made once, ahead or when first asked for.
+
+    An answer that moves to another node would else wait for it in the middle. Thread-safe.
+    """
+
+    def __init__(self, tokenizer: Any, size: int, eos_ids: Collection[int]) -> None:
+        """As `Vocabulary`."""
+        self._of = (tokenizer, size, eos_ids)
+        self._lock = threading.Lock()
+        self._made: Vocabulary | None = None
+
+    def __call__(self) -> Vocabulary:
+        """The vocabulary, waiting while it is being made."""
+        with self._lock:
+            if self._made is None:
+                self._made = Vocabulary(*self._of)
+            return self._made
+
+    def prepare(self) -> threading.Thread:
+        """Have it made in the background; what goes wrong there is told to who asks for it."""
+
+        def make() -> None:
+            try:
+                self()
+            except Exception as error:  # whatever a tokenizer's parser raises
+                log.warning("no answer can be held to a grammar: %s", error)
+
+        thread = threading.Thread(target=make, name="vocabulary", daemon=True)
+        thread.start()
+        return thread
 
 
 class Grammar:

@@ -13,7 +13,7 @@ from engine.decode import Batch
 from engine.device import kernels
 from engine.drafters import find_drafter
 from engine.errors import ModelError
-from engine.grammar import Grammar, Vocabulary
+from engine.grammar import Grammar, Words
 from engine.keepalive import KeepAlive
 from engine.model import Caches, Model
 from engine.rows import Event, Row
@@ -76,10 +76,12 @@ class Engine:
         lending: Lending | None = None,
         clock: Clock | None = None,
         tell: Callable[[str, str, bytes], None] = lambda turn, name, piece: None,
+        words: Words | None = None,
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
         `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
-        awake; `clock` is the loop's; `tell(turn, name, piece)` adds to the ledger of an ended job.
+        awake; `clock` is the loop's; `tell(turn, name, piece)` adds to the ledger of an ended job;
+        `words` are the tokenizer's.
         Raises ModelError where `decode.drafter` names what cannot be had."""
         self._config = config
         self._model = model
@@ -123,7 +125,7 @@ class Engine:
         self._pictures = Pictures(model, store)
         self._answers: dict[int, Answer] = {}
         self._sharing = Sharing(model, store, self.kept.saver)
-        self._words: Vocabulary | None = None
+        self._words = words or Words(tokenizer, model.vocab_size, model.eos_ids)
 
     # --- the loop's side -----------------------------------------------------------------------
 
@@ -296,14 +298,7 @@ class Engine:
 
     def _grammar(self, job: Job, reader: Reader, execution: Execution) -> Grammar | None:
         with charge(execution.notes.meter):
-            return grammar(job, reader, self._vocabulary)
-
-    def _vocabulary(self) -> Vocabulary:
-        """The tokenizer as grammars see it, made when the first one is asked for."""
-        if self._words is None:
-            model = self._model
-            self._words = Vocabulary(self._tokenizer, model.vocab_size, model.eos_ids)
-        return self._words
+            return grammar(job, reader, self._words)
 
     def _keep(self, answer: Answer, event: Event) -> None:
         assert event.caches is not None

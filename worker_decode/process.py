@@ -14,6 +14,7 @@ from pathlib import Path
 from engine import drift
 from engine.device import prepare
 from engine.errors import ModelError
+from engine.grammar import Words
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from engine.profile import find, prefill_rate
@@ -93,6 +94,8 @@ def run(config: Config, model_dir: Path) -> int:
         layout = model.layout
         store.serve(model.fingerprint, layout.block_tokens, rows_alone=layout.rows_alone)
         tokenizer = load_tokenizer(model_dir)
+        words = Words(tokenizer, model.vocab_size, model.eos_ids)
+        words.prepare()
         log.info("state: %s", layout.describe())
         memory = Memory(int(config.store.hot_gb * 1e9))
         pulse = KeepAlive(keepalive_interval(config.device.keepalive_seconds, model.device))
@@ -145,6 +148,7 @@ def run(config: Config, model_dir: Path) -> int:
             ended=lambda response: ended(jobs, response),
             clock=clock,
             tell=jobs.note,
+            words=words,
             announce=lambda facts: presence.update(facts={**known, **facts}),
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 from engine.decode import Batch, Event, Row
 from engine.drafters import Drafter
 from engine.errors import ModelError
-from engine.grammar import Vocabulary
+from engine.grammar import Words
 from engine.model import Caches, Model
 from engine.profile import Profile
 from scheduler.execution import Execution
@@ -61,15 +61,16 @@ class Late:
         working: Callable[[], AbstractContextManager[Any]] = nullcontext,
         drafter: Drafter | None = None,
         depth: int = 3,
+        words: Words | None = None,
     ) -> None:
         """`max_output_tokens` where a request gives no limit; `working` wraps every step;
-        `drafter` proposes up to `depth` tokens at a time."""
+        `drafter` proposes up to `depth` tokens at a time; `words` are the tokenizer's."""
         self._model = model
         self._batch = Batch(model, 1, drafter=drafter, depth=depth)
         self._tokenizer = tokenizer
         self._limit = max_output_tokens
         self._working = working
-        self._words: Vocabulary | None = None
+        self._words = words or Words(tokenizer, model.vocab_size, model.eos_ids)
 
     def reach(self, job: Job) -> int:
         """The most tokens that the state of `job` can hold when its answer is at its end."""
@@ -143,16 +144,10 @@ class Late:
                 params=params,
                 schedule=schedule,
                 text=reader.stream(),
-                grammar=grammar(job, reader, self._vocabulary),
+                grammar=grammar(job, reader, self._words),
             )
         )
         return uid, Answer(execution, job, start, reader, self._tokenizer, model.eos_ids)
-
-    def _vocabulary(self) -> Vocabulary:
-        if self._words is None:
-            model = self._model
-            self._words = Vocabulary(self._tokenizer, model.vocab_size, model.eos_ids)
-        return self._words
 
 
 def chooser(mode: Mode, profile: Profile | None, nodes: Nodes) -> Callable[[Job, int], Choice]:

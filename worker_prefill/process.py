@@ -12,6 +12,7 @@ from engine import drift
 from engine.device import prepare
 from engine.drafters import find_drafter
 from engine.errors import ModelError
+from engine.grammar import Words
 from engine.keepalive import KeepAlive, keepalive_interval
 from engine.model import load as load_model
 from engine.profile import find, prefill_rate
@@ -75,6 +76,8 @@ def run(config: Config, model_dir: Path) -> int:
         if config.prefill.handoff == "late":
             tokenizer = load_tokenizer(model_dir)
             decode = config.decode
+            words = Words(tokenizer, model.vocab_size, model.eos_ids)
+            words.prepare()
             drafter, _ = find_drafter(model, decode.drafter)
             late = Late(
                 model,
@@ -83,6 +86,7 @@ def run(config: Config, model_dir: Path) -> int:
                 pulse.working,
                 drafter,
                 decode.draft_tokens,
+                words,
             )
             profile = find(model_dir, model.device)
             choice = chooser("late", profile, Nodes(connect(config.redis_url)))

@@ -10,12 +10,13 @@ import pytest
 
 from engine.decode import Batch
 from engine.errors import ModelError
-from engine.grammar import Grammar, Vocabulary
+from engine.grammar import Grammar, Vocabulary, Words
 from engine.model import Model
 from engine.prefill import Prefill
 from engine.rows import Event, Row
 from engine.sampling import SamplingParams
 from engine.text import TextStream
+from store.meter import totals
 
 SCHEMA = {
     "type": "object",
@@ -136,3 +137,19 @@ def test_what_cannot_be_followed_is_refused(vocabulary: Vocabulary, kind: Any, t
 def test_a_huge_schema_is_refused(vocabulary: Vocabulary) -> None:
     with pytest.raises(ModelError, match="larger than"):
         Grammar(vocabulary, "json_schema", " " * (2 << 20))
+
+
+def test_the_vocabulary_is_made_once_and_ahead(small: Model, tokenizer: Any) -> None:
+    before = totals()["work"].get("vocabularies", 0)
+    words = Words(tokenizer, small.vocab_size, frozenset({0}))
+    words.prepare().join(60)
+    assert words() is words()
+    assert totals()["work"]["vocabularies"] == before + 1
+
+
+def test_a_vocabulary_that_cannot_be_made_is_told_to_who_asks() -> None:
+    words = Words(object(), 10, frozenset({0}))
+    words.prepare().join(60)
+    for _ in range(2):
+        with pytest.raises(Exception, match="object"):
+            words()
