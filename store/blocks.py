@@ -222,6 +222,11 @@ class Blocks:
         nids = 4 * int.from_bytes(found[:4], "little")
         return self._schemas.unpack(txn, record.schema, found[4 + nids :]), found[4 : 4 + nids]
 
+    def header_mark(self, txn: Txn, ident: bytes, record: Record) -> bytes:
+        """What tells the stored header of an object from any other: its checksum as it is stored,
+        and its dictionary. Empty checksums stand for what is missing."""
+        return pages.mark(self._environment, txn, b"h" + ident) + record.schema
+
     def copy_part(
         self, txn: Txn, ident: bytes, record: Record, number: int, into: memoryview
     ) -> int:

@@ -19,10 +19,11 @@ import numpy as np
 
 from store import cold
 from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, part_seed, seal
-from store.codec.header import CodecError, Header, Piece, parse
+from store.codec.header import CodecError, Header, Piece
 from store.codec.parted import CAN_SCATTER, Parted, Placed, Seal
 from store.environment import Environment, Txn
 from store.errors import StoreError
+from store.heads import Heads
 from store.states import Pins, StateRef
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class StateReader:
         self,
         environment: Environment,
         blocks: Blocks,
+        heads: Heads,
         pins: Pins,
         ref: StateRef,
         objects: list[tuple[bytes, Record]],
@@ -82,6 +84,7 @@ class StateReader:
         self.report = LoadReport(turn=ref.turn, wanted=ref.tokens)
         self._environment = environment
         self._blocks = blocks
+        self._heads = heads
         self.objects = objects
         self._ids = ids
         self._buffers = buffers
@@ -248,8 +251,7 @@ class StateReader:
 
     def _header(self, txn: Txn, ident: bytes, record: Record) -> Header:
         """The header of an object, checked against its record and the turn's token ids."""
-        packed, ids = self._blocks.header(txn, ident, record)
-        header = parse(packed)
+        header, ids = self._heads.get(txn, ident, record)
         if ids != self._ids[4 * record.start : 4 * record.stop]:
             raise StoreError(f"block {ident.hex()} was saved for other token ids")
         if (

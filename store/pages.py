@@ -17,6 +17,7 @@ from store.errors import StoreError
 
 _HEAD = struct.Struct("<IQ")
 _PART = struct.Struct(">H")
+_FIRST = _PART.pack(0)
 MAX_RECORD = 256 << 20
 
 
@@ -45,7 +46,7 @@ def put(environment: Environment, txn: Txn, key: bytes, data: bytes | memoryview
 
 def get(environment: Environment, txn: Txn, key: bytes) -> bytes | None:
     """The record under `key` copied out of the map, or None. Raises StoreError when damaged."""
-    first = txn.get(key + _PART.pack(0), db=environment.pages)
+    first = txn.get(key + _FIRST, db=environment.pages)
     if first is None:
         return None
     if len(first) < _HEAD.size:
@@ -60,6 +61,12 @@ def get(environment: Environment, txn: Txn, key: bytes) -> bytes | None:
     if len(whole) != length or xxhash.xxh3_64_intdigest(whole, _seed(key)) != digest:
         raise StoreError(f"record {key!r} is damaged: its checksum differs; run a repair")
     return bytes(whole)
+
+
+def mark(environment: Environment, txn: Txn, key: bytes) -> bytes:
+    """Length and checksum that the record under `key` bears, unverified; empty where it is none."""
+    first = txn.get(key + _FIRST, db=environment.pages)
+    return b"" if first is None else bytes(first[: _HEAD.size])
 
 
 def delete(environment: Environment, txn: Txn, key: bytes) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from store.blocks import Blocks, owner_tag
 from store.environment import Environment, Txn
 from store.errors import StoreError
+from store.heads import Heads
 from store.loading import Buffers, StateReader
 from store.prefixes import Prefix, Prefixes, Served
 from store.states import INSIDE, Pins, State, StateRef, States
@@ -29,6 +30,7 @@ class Reading:
     ) -> None:
         self._environment = environment
         self._blocks = blocks
+        self._heads = Heads(blocks)
         self._turns = turns
         self._states = states
         self._pins = pins
@@ -87,8 +89,8 @@ class Reading:
         except StoreError as error:
             objects, damage = [], [str(error)]
         reader = StateReader(
-            self._environment, self._blocks, self._pins, state.ref(), objects, ids, buffers,
-            self._damaged.add,
+            self._environment, self._blocks, self._heads, self._pins, state.ref(), objects, ids,
+            buffers, self._damaged.add,
         )  # fmt: skip
         reader.report.damage.extend(damage)
         return reader
@@ -99,6 +101,6 @@ class Reading:
         nbytes = sum(record.nbytes for _, record in objects)
         ref = StateRef("", "", self.served.fingerprint, stop, nbytes, 0.0, time.time())
         return StateReader(
-            self._environment, self._blocks, self._pins, ref, objects, pack_ids(ids[:stop]),
-            buffers, self._damaged.add,
+            self._environment, self._blocks, self._heads, self._pins, ref, objects,
+            pack_ids(ids[:stop]), buffers, self._damaged.add,
         )  # fmt: skip

@@ -38,6 +38,15 @@ class Reserve:
         blocks = memory.allocate(*sizes.values())
         self._blocks = dict(zip(sizes, blocks, strict=True))
 
+    def foresee(self, leaves: Sequence[Leaf]) -> None:
+        """Take memory for those of a snapshot's arrays that there is none for, in one go."""
+        sizes = {
+            (leaf.path, leaf.name): leaf.nbytes
+            for leaf in leaves
+            if (leaf.path, leaf.name) not in self._blocks
+        }
+        self._blocks.update(zip(sizes, memory.allocate(*sizes.values()), strict=True))
+
     def take(self, key: Key, nbytes: int) -> mx.array:
         """The memory reserved for an array, or, where it was not foreseen, new memory."""
         block = self._blocks.pop(key, None)
@@ -130,6 +139,7 @@ class StateArrays:
     """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
 
     def __init__(self, snapshot: Parted, reserve: Reserve) -> None:
+        reserve.foresee(snapshot.header.leaves)  # as much as lies before us, at most
         self._reserve = reserve
         self._leaves = snapshot.header.leaves
         self._offsets = offsets_of(self._leaves)

@@ -189,18 +189,19 @@ class Importer:
             for target, _ in sorted(plan.copies, key=itemgetter(1)):
                 ratio = target.row.ratio
                 plan.lanes.extend((lane, ratio, width) for lane, width in target.lanes())
+        lanes = plan.lanes
         spans = {
             ratio: (header.start // ratio, header.start // ratio + rows)
             for ratio, rows in plan.rows.items()
         }
-        into = [
-            lane[spans[ratio][0] * width : spans[ratio][1] * width]
-            for lane, ratio, width in plan.lanes
-        ]
         self.position, self.chain = header.stop, header.chain
 
         def read() -> None:
             piece.verify()
+            into = []
+            for lane, ratio, width in lanes:
+                first, last = spans[ratio]
+                into.append(lane[first * width : last * width])
             scatter(piece.payload, piece.place, into)
 
         return read

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from store.blocks import Blocks
+from store import heads, pages
+from store.blocks import Blocks, Record
 from store.codec import memory, reference
 from store.codec.layout import Layout
 from store.codec.pack import Exporter
@@ -53,7 +55,9 @@ def restored(store: Store, layout: Layout) -> Any:
     )
 
 
-@pytest.mark.parametrize("way", ["placed", "refused", "short", "unknown", "one thread"])
+@pytest.mark.parametrize(
+    "way", ["placed", "refused", "short", "elsewhere", "unknown", "one thread"]
+)
 def test_the_same_bytes_whichever_way_they_come(
     saved: tuple[Store, Layout, list[bytes]], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +68,8 @@ def test_the_same_bytes_whichever_way_they_come(
     def noted(self: Place, into: Any, nbytes: int) -> bool:
         if way == "refused":
             return False
+        if way == "elsewhere":
+            self = Place(self.fd, self.offset + (1 << 20), self.mark)
         if way == "short":
             self = Place(os.open(os.devnull, os.O_RDONLY), self.offset, self.mark)
         done = scatter(self, into, nbytes)
@@ -86,22 +92,91 @@ def test_the_same_bytes_whichever_way_they_come(
         assert all(seen)
 
 
-def test_damage_is_found_as_ever(saved: tuple[Store, Layout, list[bytes]]) -> None:
+@pytest.mark.parametrize("kind", ["rows", "snapshot"])
+def test_damage_is_found_as_ever(saved: tuple[Store, Layout, list[bytes]], kind: str) -> None:
     store, layout, _ = saved
     with store.environment.read() as txn:
         state = store.states.get(txn, "resp_1")
         assert state is not None
-        ident, record = store.blocks.line(txn, state.head)[3]
-        key = ident + b"\0\0"
+        ident = store.blocks.line(txn, state.head)[3][0] if kind == "rows" else state.snap
+        record = store.blocks.get(txn, ident)
+        assert record is not None
+        key = ident + (record.parts - 1).to_bytes(2, "big")
         value = bytes(txn.get(key, db=store.environment.dat))
     broken = bytearray(value)
     broken[5000] ^= 1
     store.environment.write(lambda txn: txn.put(key, bytes(broken), db=store.environment.dat))
     try:
         assert restored(store, layout) is None
-        assert ident in store.damaged
+        assert store.damaged == {ident}
     finally:
         store.environment.write(lambda txn: txn.put(key, value, db=store.environment.dat))
         store.damaged.clear()
     assert restored(store, layout) is not None
+
+
+def test_parts_of_another_order_are_not_taken(saved: tuple[Store, Layout, list[bytes]]) -> None:
+    """Each part is whole and of this object; that they are those of the save is in the seal."""
+    store, layout, _ = saved
+    with store.environment.read() as txn:
+        state = store.states.get(txn, "resp_1")
+        assert state is not None
+        record = store.blocks.get(txn, state.snap)
+    assert record is not None
+    changed = replace(record, seal=record.seal ^ 1)
+
+    def put(one: Record) -> None:
+        blk = store.environment.blk
+        store.environment.write(lambda txn: txn.put(state.snap, one.pack(), db=blk))
+
+    put(changed)
+    try:
+        assert restored(store, layout) is None
+        assert store.damaged == {state.snap}
+    finally:
+        put(record)
+        store.damaged.clear()
+    assert restored(store, layout) is not None
+
+
+def test_headers_are_read_once_and_again_when_they_were_written_anew(
+    saved: tuple[Store, Layout, list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layout, expected = saved
+    seen: list[bytes] = []
+    parse = heads.parse
+    monkeypatch.setattr(heads, "parse", lambda data: (seen.append(bytes(data)), parse(data))[1])
+    monkeypatch.setattr(store.reading, "_heads", heads.Heads(store.blocks))
+    with store.environment.read() as txn:
+        state = store.states.get(txn, "resp_1")
+        assert state is not None
+        line = [*store.blocks.line(txn, state.head)]
+        packed, ids = store.blocks.header(txn, *line[2])
+    assert restored(store, layout) is not None
+    assert len(seen) == len(line) + 1
+    assert restored(store, layout) is not None
+    assert len(seen) == len(line) + 1
+
+    ident, record = line[2]
+    told = parse(packed)
+    body = replace(told, provenance={**told.provenance, "again": 1}).pack()
+
+    def rewrite(txn: Any, header: bytes) -> None:
+        blocks, environment = store.blocks, store.environment
+        _, small = blocks._schemas.pack(txn, told.fingerprint + b"r", header)
+        pages.delete(environment, txn, b"h" + ident)
+        count = (len(ids) // 4).to_bytes(4, "little")
+        pages.put(environment, txn, b"h" + ident, count + ids + small)
+
+    store.environment.write(lambda txn: rewrite(txn, body))
+    caches = restored(store, layout)
+    assert seen[len(line) + 1 :] == [body]
+    store.environment.write(lambda txn: rewrite(txn, packed))
+    assert contents(layout, caches) == expected
+
+    monkeypatch.setattr(heads, "KEPT", 4)
+    few = heads.Heads(store.blocks)
+    monkeypatch.setattr(store.reading, "_heads", few)
+    assert restored(store, layout) is not None
+    assert len(few._kept) == 4
     assert record.start > 0
