@@ -117,12 +117,13 @@ class Soak:
             result.trouble.append(str(error))
             self._say(f"trouble: {error}\n{hosts.decode.logs()}\n{hosts.prefill.logs()}")
         finally:
+            result.minutes = (time.monotonic() - self._began) / 60
+            self._say(f"the load ends after {result.minutes:.1f} minutes; its answers are checked")
             for client in crowd:
                 client.stop.set()
             for client in crowd:
                 client.join(900)
             oracle.finish()
-        result.minutes = (time.monotonic() - self._began) / 60
         result.live = self._live()
         return result
 

@@ -80,7 +80,7 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         (
             f"Run it: `tandem bench soak --minutes {round(found['minutes'])} "
-            f"--seed {found['seed']}` "
+            f"--seed {found['seed']} --model {found['model']}` "
             "(as root on Linux, for the namespaces)."
         ),
     ]
