@@ -56,7 +56,7 @@ def register(subparsers: Any) -> None:
         description=_TEXT % {"rounds": ROUNDS},
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="model directory or name")
+    parser.add_argument("--model", help="model directory or name (the configured one)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile there as well")
     parser.add_argument(
         "--beside",
@@ -64,7 +64,7 @@ def register(subparsers: Any) -> None:
         help="how much prefill and decode slow each other down here, as well",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, measures_model=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         from engine.model import load
         from engine.profile import record, write
 
-        model = load(resolve(arguments.model, models_dir()), device)
+        model = load(resolve(arguments.model or DEFAULT_MODEL, models_dir()), device)
         show = (lambda line: None) if arguments.json else print
         profile = measure(model, *PLANS[device.kind], say=show)
         if arguments.beside:

@@ -43,7 +43,7 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--components", action="store_true", help="time the parts of a forward")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="model directory or name")
+    parser.add_argument("--model", help="model directory or name (the configured one)")
     parser.add_argument("--shapes", type=Path, metavar="FILE", help="a config.json, no weights")
     parser.add_argument(
         "--chunk", type=int, default=0, help="tokens of a prefill chunk (as served)"
@@ -52,7 +52,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--width", type=int, default=1, help="rows of a decode step (1)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"medians of so many ({ROUNDS})")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, measures_model=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         device = prepare()
         if not arguments.components:
-            return _recorded(resolve(arguments.model, models_dir()), device, arguments.json)
+            return _recorded(
+                resolve(arguments.model or DEFAULT_MODEL, models_dir()), device, arguments.json
+            )
         shaped: dict[str, Any] = {}
         factors: dict[int, float] = {}
         if arguments.shapes is not None:
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             from engine.model import load
 
-            path = resolve(arguments.model, models_dir())
+            path = resolve(arguments.model or DEFAULT_MODEL, models_dir())
             model, name = load(path, device), path.name
         found = measure(
             model, arguments.chunk, arguments.context, arguments.width,

@@ -64,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         getattr(args, "parser", parser).print_help()
         return 2
     try:
+        if getattr(args, "measures_model", False) and args.model is None:
+            args.model = _configured_model()
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130
@@ -106,6 +108,17 @@ def build_parser(*, bench: bool) -> tuple[argparse.ArgumentParser, dict[str, str
         missing = "".join(f"\n  {name}: {why}" for name, why in sorted(broken.items()))
         parser.epilog = f"{_EXAMPLES}\ncannot be loaded:{missing}\n"
     return parser, broken
+
+
+def _configured_model() -> str:
+    """What the configuration serves, for a command of a room that knows no configuration.
+
+    Raises ConfigError.
+    """
+    from scheduler.config import find_model, load
+
+    config = load()
+    return str(find_model(config) or config.model)
 
 
 def _load(group: str, subparsers: Any) -> dict[str, str]:

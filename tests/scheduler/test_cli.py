@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +144,23 @@ def test_the_installed_command() -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert version.stdout.startswith("tandem ")
+
+
+def test_what_is_measured_is_what_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [key for key in os.environ if key.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tandem.toml").write_text(f'model = "glm"\nmodels_dir = "{tmp_path}/models"\n')
+    seen: list[str] = []
+    for command in ("calibrate", "profile"):
+        module = "engine.calibrate" if command == "calibrate" else "engine.profile_command"
+        monkeypatch.setattr(f"{module}.run", lambda args: seen.append(args.model) or 0)
+        assert cli.main([command]) == 0
+        assert cli.main([command, "--model", "another"]) == 0
+    assert seen == ["glm", "another"] * 2
+    # Found where the configuration has models, which the engine does not read.
+    (tmp_path / "models" / "glm").mkdir(parents=True)
+    assert cli.main(["profile"]) == 0
+    assert seen[-1] == str(tmp_path / "models" / "glm")
