@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -16,19 +14,14 @@ from redis.exceptions import RedisError
 from scheduler.api import heads, sessions
 from scheduler.api.backend import Backend
 from scheduler.api.caller import current
-from scheduler.api.edits import before_last
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
-from scheduler.api.prompt import Prompt, build, common_prefix, is_empty
-from scheduler.api.recall import own_answers
-from scheduler.api.said import text_of
+from scheduler.api.placement import find_place, priority_of
+from scheduler.api.prompt import Prompt, is_empty
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
-from scheduler.api.tokenizer import TemplateError
-from scheduler.api.truncation import shorten
-from scheduler.api.weave import Answer
+from scheduler.api.turn_prompt import turn_prompt
 from scheduler.audit import Action
-from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse, worth_resuming
 from scheduler.ledger.arrival import arrived
 from scheduler.ledger.clock import GOOD
 from scheduler.ledger.notes import Notes
@@ -39,19 +32,11 @@ from scheduler.record import (
     IdempotencyConflict,
     JobNotFound,
     NewJob,
-    Priority,
     QueueFull,
     response_id,
 )
-from store.errors import StoreError
 
-_PRIORITIES: dict[str, Priority] = {"priority": "interactive", "flex": "batch", "batch": "batch"}
-_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 _TRIES = 3
-PREFIX = "tandem_prefix"
-"""Key of a request's metadata: "off" computes a prompt whole, whatever is stored of it."""
-LEAST_STORED = 256
-"""A stored beginning of fewer tokens is computed sooner than it is fetched."""
 EMPTY = "the prompt is empty: give at least one message with text"
 
 
@@ -89,7 +74,7 @@ def accept(
         with notes.stage("find"):
             lineage = find_lineage(backend, body, items)
         with notes.stage("tokenise") as facts:
-            prompt = prompt_of(backend, body, lineage, shaping)
+            prompt = turn_prompt(backend, body, lineage, shaping)
             facts.update(tokens=len(prompt.ids) - prompt.shared)
         with notes.stage("place"):
             fields = _job(backend, body, lineage, prompt, model, shaping)
@@ -157,7 +142,7 @@ def count_tokens(backend: Backend, body: ResponseRequest) -> int:
         raise bad(EMPTY, "input")
     backend.pictures.take_in(items)
     shaping = shape(backend.tokenizer, body)
-    return len(prompt_of(backend, body, find_lineage(backend, body, items), shaping).ids)
+    return len(turn_prompt(backend, body, find_lineage(backend, body, items), shaping).ids)
 
 
 def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Lineage) -> None:
@@ -170,78 +155,6 @@ def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Line
         )
 
 
-def prompt_of(
-    backend: Backend, body: ResponseRequest, lineage: Lineage, shaping: Shaping
-) -> Prompt:
-    """The prompt of a turn. Raises Fault 400 where it does not fit or the template refuses it."""
-    items = lineage.items
-    tokenizer = backend.tokenizer
-    limit = tokenizer.context_length
-    shortened = body.truncation == "auto"
-    own = sum(len(text_of(item.get("content") or item.get("output") or "")) for item in items)
-    if (least := tokenizer.least_tokens(own)) >= limit:
-        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
-            return found
-        raise _too_long(f"at least {least}", limit)
-    try:
-        prompt = build(
-            tokenizer,
-            [*lineage.seed, *items],
-            instructions=body.instructions,
-            parent=lineage.parent,
-            tools=shaping.tools,
-            options=shaping.options,
-            answers=lineage.answers,
-        )
-    except TemplateError as error:
-        raise bad(str(error), "input") from error
-    prompt = backend.pictures.place(prompt, [*lineage.seed, *items], lineage.parent)
-    if len(prompt.ids) >= limit:
-        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
-            return found
-        raise _too_long(str(len(prompt.ids)), limit)
-    return prompt
-
-
-def _shorter(
-    backend: Backend, body: ResponseRequest, lineage: Lineage, shaping: Shaping
-) -> Prompt | None:
-    """The prompt without the oldest messages, or None where that does not help."""
-    tokenizer, parent = backend.tokenizer, lineage.parent
-    past = [*parent.items, *parent.answer] if parent is not None else [*lineage.seed]
-    known = own_answers(backend, past) if parent is not None else [*lineage.answers]
-
-    def made(items: Sequence[Mapping[str, Any]], answers: Sequence[Answer]) -> Prompt:
-        prompt = build(
-            tokenizer,
-            items,
-            instructions=body.instructions,
-            tools=shaping.tools,
-            options=shaping.options,
-            answers=answers,
-        )
-        return backend.pictures.place(prompt, items, None)
-
-    try:
-        found = shorten(
-            [*past, *lineage.items], known, made, tokenizer.least_tokens, tokenizer.context_length
-        )
-    except TemplateError as error:
-        raise bad(str(error), "input") from error
-    if found is None or parent is None:
-        return found
-    return replace(found, shared=common_prefix(found.ids, parent.ids), rebased=True)
-
-
-def _too_long(tokens: str, limit: int) -> Fault:
-    return bad(
-        f"the prompt has {tokens} tokens and the model's context is {limit} tokens, of which one "
-        "at least is for the answer: send less text or start a new conversation",
-        "input",
-        "context_length_exceeded",
-    )
-
-
 def _job(
     backend: Backend,
     body: ResponseRequest,
@@ -251,46 +164,8 @@ def _job(
     shaping: Shaping,
 ) -> dict[str, Any]:
     config = backend.config.decode
-    tokens = len(prompt.ids)
-    room = backend.tokenizer.context_length - tokens
-    held = 0
-    if lineage.parent is not None:
-        # A state ends before its pending token, and is of use only if nothing of it changed.
-        state = len(lineage.parent.ids) - 1
-        held = min(state, tokens - 1) if prompt.shared >= state else 0
-    node, home = _home(backend, lineage)
-    # The state of a turn that is continued lies on its decode node.
-    route = _route(backend, body, node, held, tokens - held) if held else {}
-    preamble = last = 0
-    if not held and _may_share(body):
-        held, route, there = _stored(backend, body, node, prompt.ids)
-        if held and lineage.new and lineage.previous is None:
-            node = there  # a new conversation begins where its prompt's beginning is stored
-        elif there != node:
-            held, route = 0, {}
-        if not held:
-            preamble = backend.preambles.tokens(
-                prompt.ids,
-                [*(lineage.parent.items if lineage.parent else lineage.seed), *lineage.items],
-                instructions=body.instructions,
-                tools=shaping.tools,
-                options=shaping.options,
-            )
-        parent = lineage.parent
-        last = before_last(
-            backend.tokenizer,
-            prompt.ids,
-            [*([*parent.items, *parent.answer] if parent else lineage.seed), *lineage.items],
-            held,
-            instructions=body.instructions,
-            tools=shaping.tools,
-            options=shaping.options,
-        )
-    elif tokens - held >= LEAST_STORED and _may_share(body):
-        # A long message that is sent once more: its own state may be stored.
-        more, way, there = _stored(backend, body, node, prompt.ids)
-        if there == node and more - held >= LEAST_STORED:
-            held, route = more, way
+    room = backend.tokenizer.context_length - len(prompt.ids)
+    place = find_place(backend, body, owner_of(body), lineage, prompt, shaping)
     seed = body.seed if body.seed is not None else uuid.uuid4().int
     params = {
         "max_output_tokens": min(body.max_output_tokens or config.max_output_tokens, room),
@@ -324,85 +199,22 @@ def _job(
                 "dropped": prompt.dropped,
                 "rebased": prompt.rebased,
                 "shared": prompt.shared,
-                "preamble": preamble,
-                "last": last,
+                "preamble": place.preamble,
+                "last": place.last,
             },
         },
         "prompt_ids": prompt.ids,
         "conversation": lineage.conversation,
         "previous": lineage.previous,
         "lock": body.conversation_id is not None,
-        "stage": "decode" if route.get("extend") == "decode" else "prefill",
-        "route": route,
-        "node": node,
-        "home": None if lineage.new and body.store is False else home,
-        "held_tokens": held,
+        "stage": "decode" if place.route.get("extend") == "decode" else "prefill",
+        "route": place.route,
+        "node": place.node,
+        "home": None if lineage.new and body.store is False else place.home,
+        "held_tokens": place.held,
         "background": bool(body.background),
-        "priority": _PRIORITIES.get(body.service_tier or "", "normal"),
+        "priority": priority_of(body),
     }
-
-
-def _home(backend: Backend, lineage: Lineage) -> tuple[str, str | None]:
-    """The decode node of a turn, and what the conversation's pointer says: see scheduler.homes."""
-    if not backend.stores.several:
-        return backend.decode_node(), None
-    with backend.store() as store:
-        home = "" if lineage.new else store.home(lineage.conversation)
-        past = store.node_of(lineage.previous) if lineage.previous is not None else ""
-    return home or past or backend.decode_node(), home
-
-
-def _route(
-    backend: Backend, body: ResponseRequest, node: str, held: int, new: int
-) -> dict[str, Any]:
-    """Where the new tokens of a held state are computed, and why; see scheduler.extension."""
-    mode = backend.config.routing.extend
-    asked = (body.metadata or {}).get(METADATA)
-    if asked is not None:
-        try:
-            mode = parse(asked)
-        except ValueError as error:
-            raise bad(f"metadata.{METADATA} {error}", "metadata") from error
-    costs = Costs(held, new)
-    if mode == "auto" and new > FEW:
-        priority = _PRIORITIES.get(body.service_tier or "", "normal")
-        with contextlib.suppress(RedisError):  # who asks it next will hear of that
-            costs = measure(
-                backend.jobs, backend.present(), node, held, new, owner_of(body), priority
-            )
-    return choose(mode, costs)
-
-
-def _may_share(body: ResponseRequest) -> bool:
-    """Whether what is stored of other prompts may be used. Fault 400 for an unknown wish."""
-    asked = (body.metadata or {}).get(PREFIX, "auto")
-    if asked not in ("auto", "off"):
-        raise bad(f"metadata.{PREFIX} is {str(asked)[:40]!r}, not one of auto, off", "metadata")
-    return asked == "auto"
-
-
-def _stored(
-    backend: Backend, body: ResponseRequest, node: str, ids: list[int]
-) -> tuple[int, dict[str, Any], str]:
-    """Tokens of the longest beginning that this owner has stored, if it is worth going on from,
-    the route, and the node; nothing where no store can be asked: the prompt is computed then."""
-    owner = owner_of(body)
-    try:
-        with backend.store() as store:
-            held, there = store.longest_prefix(ids, owner, node)
-    except (Fault, StoreError):
-        return 0, {}, node
-    if held < LEAST_STORED:
-        return 0, {}, node
-    costs, local = Costs(held, len(ids) - held), backend.config.decode.local_prefill_tokens
-    if costs.new > local:
-        priority = _PRIORITIES.get(body.service_tier or "", "normal")
-        with contextlib.suppress(RedisError):
-            nodes = backend.present()
-            costs = measure(backend.jobs, nodes, there, held, costs.new, owner, priority)
-    if not worth_resuming(costs, local):
-        return 0, {}, node
-    return held, {"extend": "decode", "reason": f"{held} tokens of the prompt are stored"}, there
 
 
 def _submit(backend: Backend, job: NewJob) -> Accepted:

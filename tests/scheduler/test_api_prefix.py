@@ -127,7 +127,7 @@ def test_no_place_before_a_first_or_short_message(tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def stack(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
-    monkeypatch.setattr("scheduler.api.intake.LEAST_STORED", LEAST_TOKENS)
+    monkeypatch.setattr("scheduler.api.placement.LEAST_STORED", LEAST_TOKENS)
     with Stack(redis_url) as running:
         running.store.serve(MODEL, 16)
         running.workers.may_prefill.clear()
@@ -210,7 +210,7 @@ def test_a_wish_that_is_unknown_is_refused(stack: Stack) -> None:
 
 
 def test_a_short_beginning_is_computed(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.api.intake.LEAST_STORED", 10_000)
+    monkeypatch.setattr("scheduler.api.placement.LEAST_STORED", 10_000)
     first = submit(stack, "When does it leave?", user="anna")
     ids = first.prompt_ids[:64]
     stack.store.save_prefix(first.owner, ids, *make_state(ids))

@@ -115,15 +115,17 @@ def last_end(ends: list[int], limit: int) -> int:
     return max((end for end in ends if end <= limit), default=0)
 
 
-def replay(stack: ApiNode, session: Path, dialect: str, *, stored: bool = True) -> list[str]:
-    """Run the session; the paths that the states came by."""
+def replay(
+    stack: ApiNode, session: Path, dialect: str, *, run: str = "", stored: bool = True
+) -> list[str]:
+    """Run the session; the paths that the states came by. `run`: another name for another run."""
     client = Client(stack, dialect)
     answers: dict[tuple[str, ...], Message] = {}
     turns: list[list[int]] = []
     forwards: list[list[int]] = []
     paths = []
     # A conversation of its own, whatever ran before.
-    opening = f"Session {dialect} {stored} of {session.stem}.\n"
+    opening = f"Session {dialect} {stored} {run} of {session.stem}.\n"
     for number, parts in enumerate(calls(session)[:CALLS]):
         messages: list[Message] = []
         for n, part in enumerate(parts):
@@ -178,7 +180,7 @@ def test_every_turn_goes_on_in_memory(stack: ApiNode) -> None:
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
 @pytest.mark.parametrize("session", SESSIONS, ids=[path.stem[:6] for path in SESSIONS])
 def test_the_whole_set(stack: ApiNode, session: Path, dialect: str) -> None:
-    assert set(replay(stack, session, dialect)[1:]) == {"restored"}
+    assert set(replay(stack, session, dialect, run="whole")[1:]) == {"restored"}
 
 
 def test_the_sessions_are_all_here() -> None:
