@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from store.blocks import PART_BYTES
 from store.errors import StoreError
 from store.paths import data_dir
 from store.store import Store
@@ -47,9 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     bytes into a new file. `restore_vs_gather`: a warm, verified restore into a fresh cache list
     against one thread that copies every leaf of every piece from plain memory to its place in
     fresh MLX arrays, without verifying. `restore_vs_apc`, `restore_vs_safetensors`: against
-    mlx-vlm's own disk store and against loading one safetensors file. Each of these four runs
-    twice in a row and the second run counts, with nothing but the memory that its first run let
-    go in MLX's cache: all sides use memory again alike, as in a server that runs for long.
+    mlx-vlm's own disk store and against loading one safetensors file, neither of which verifies.
+    `restore_vs_floor`: against nothing but checking the same bytes in plain memory and copying
+    them, value by value, into fresh MLX arrays on as many threads as a restore uses;
+    `floor_vs_safetensors` is what `restore_vs_safetensors` would be if a restore cost no more.
+    All but the save and the raw write run twice in a row and the second run counts, with nothing
+    but the memory that its first run let go in MLX's cache: all sides use memory again alike, as
+    in a server that runs for long.
     """
     base = data_dir(arguments.data)
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,6 +107,8 @@ def measure(work: Path, tokens: int, rounds: int) -> dict[str, Any]:
             "restore": lambda number: _restore(store, number, layout, blank.pop()),
             "apc": lambda number: others.apc(),
             "safetensors": lambda number: others.safetensors(),
+            "floor": lambda number: _floor([*rows, snapshot], threads=True),
+            "floor_one_thread": lambda number: _floor([*rows, snapshot], threads=False),
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(rounds + 1):
@@ -130,6 +138,8 @@ def measure(work: Path, tokens: int, rounds: int) -> dict[str, Any]:
         "restore_vs_gather": ("gather", "restore"),
         "restore_vs_apc": ("apc", "restore"),
         "restore_vs_safetensors": ("safetensors", "restore"),
+        "restore_vs_floor": ("floor", "restore"),
+        "floor_vs_safetensors": ("safetensors", "floor"),
     }
     ratios = {
         name: statistics.median(a / b for a, b in zip(times[other], times[ours], strict=True))
@@ -223,6 +233,41 @@ def _gather(rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
     size = snapshot.header.nbytes
     np.copyto(memory.view(last)[:size], np.frombuffer(snapshot.payload, np.uint8))
     return [*made, last]
+
+
+def _floor(pieces: list[Piece], *, threads: bool) -> Any:
+    """Check all bytes and copy them into fresh MLX arrays, in the store's values, not scattered."""
+    import numpy as np
+    import xxhash
+
+    from store.codec import memory
+
+    parts: list[tuple[memoryview, Any]] = []
+    values = [
+        piece.payload[at : at + PART_BYTES]
+        for piece in pieces
+        for at in range(0, piece.header.nbytes, PART_BYTES)
+    ]
+    together = 16  # as large as the large ones of a state, whose number costs as well
+    groups = [values[at : at + together] for at in range(0, len(values), together)]
+    made = memory.allocate(*[sum(value.nbytes for value in group) for group in groups])
+    for array, group in zip(made, groups, strict=True):
+        room, at = memory.view(array), 0
+        for value in group:
+            parts.append((value, room[at : at + value.nbytes]))
+            at += value.nbytes
+
+    def move(value: memoryview, into: Any) -> None:
+        xxhash.xxh3_64_intdigest(value)
+        np.copyto(into, np.frombuffer(value, np.uint8))
+
+    tasks = [partial(move, value, into) for value, into in parts]
+    if threads:
+        memory.run_all(tasks, sum(value.nbytes for value in values))
+    else:
+        for task in tasks:
+            task()
+    return made
 
 
 def _delta(store: Store, number: int, caches: list[Any], tokens: int) -> float:

@@ -13,6 +13,8 @@ def test_a_short_run_measures_every_path(tmp_path: Path) -> None:
         "restore_vs_gather",
         "restore_vs_apc",
         "restore_vs_safetensors",
+        "restore_vs_floor",
+        "floor_vs_safetensors",
         "delta_bytes_vs_ideal",
     }
     assert 1.0 <= found["ratios"]["delta_bytes_vs_ideal"] <= 1.03
