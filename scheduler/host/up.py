@@ -100,7 +100,8 @@ def run_up(args: argparse.Namespace) -> int:
         console.print(f"tandem: {error}", style="red", markup=False)
         return 1
     finally:
-        console.print("stopping")
+        drain = f"what runs has {config.jobs.drain_seconds:g} s to end"
+        console.print(f"stopping: {drain}, then states are saved; Ctrl-C again cuts it short")
         agent.close()
         stack.stop()
     return 0
