@@ -17,6 +17,7 @@ from scheduler.api.schema import (
     Stop,
     Text,
     check_metadata,
+    unserved,
 )
 
 
@@ -124,7 +125,7 @@ class ChatRequest(Shape):
     max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = Field(None, description="extension")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="extension")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -154,8 +155,28 @@ class ChatRequest(Shape):
         None, description="extension"
     )
     logit_bias: dict[str, float] | None = None
+    modalities: list[Name] | None = None
+    audio: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
 
     _check_metadata = field_validator("metadata")(check_metadata)
+
+    _check_audio = field_validator("audio")(unserved("answers here are text: leave audio out"))
+    _check_search = field_validator("web_search_options")(
+        unserved("nothing is searched here: give the model a tool for it")
+    )
+    _check_functions = field_validator("functions", "function_call")(
+        unserved("send functions as tools, and which of them is to be called as tool_choice")
+    )
+
+    @field_validator("modalities")
+    @classmethod
+    def _text(cls, value: list[str] | None) -> list[str] | None:
+        if any(kind != "text" for kind in value or ()):
+            raise ValueError("answers here are text: leave modalities out")
+        return value
 
     @field_validator("n")
     @classmethod

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -64,8 +64,7 @@ def accept(
     if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
         return known
     items = items_of(body.input)
-    if is_empty(items):
-        raise bad(EMPTY, "input")
+    _refuse_empty(body, items, waiting=body.conversation_id is not None)
     with notes.stage("pictures"):
         backend.pictures.take_in(items)
     with notes.stage("shape"):
@@ -73,6 +72,7 @@ def accept(
     for _ in range(_TRIES):
         with notes.stage("find"):
             lineage = find_lineage(backend, body, items)
+            _refuse_empty(body, _new(lineage))
         with notes.stage("tokenise") as facts:
             prompt = turn_prompt(backend, body, lineage, shaping)
             facts.update(tokens=len(prompt.ids) - prompt.shared)
@@ -138,11 +138,12 @@ def count_tokens(backend: Backend, body: ResponseRequest) -> int:
     body, _ = heads.normalise(backend.config.api.normalise_head, body)
     _refuse_unsupported(backend, body, backend.model(body.model))
     items = items_of(body.input)
-    if is_empty(items):
-        raise bad(EMPTY, "input")
+    _refuse_empty(body, items, waiting=body.conversation_id is not None)
     backend.pictures.take_in(items)
     shaping = shape(backend.tokenizer, body)
-    return len(turn_prompt(backend, body, find_lineage(backend, body, items), shaping).ids)
+    lineage = find_lineage(backend, body, items)
+    _refuse_empty(body, _new(lineage))
+    return len(turn_prompt(backend, body, lineage, shaping).ids)
 
 
 def _enter(backend: Backend, response: str, body: ResponseRequest, lineage: Lineage) -> None:
@@ -255,6 +256,21 @@ def _digest(body: ResponseRequest) -> str:
         # Only what is passed through as it is, such as `tools`, can be like this.
         raise bad("the body is nested too deeply: send plainer JSON") from error
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _refuse_empty(
+    body: ResponseRequest, items: Sequence[Mapping[str, Any]], *, waiting: bool = False
+) -> None:
+    """Fault 400 where nothing is said; with `waiting` a conversation may hold what is."""
+    if (waiting and not items) or not is_empty(items):
+        return
+    given = "input" in body.model_fields_set
+    raise bad(EMPTY, "input", "invalid_value" if given else "missing_required_parameter")
+
+
+def _new(lineage: Lineage) -> list[dict[str, Any]]:
+    """What this turn is the first to answer."""
+    return [*(lineage.seed if lineage.parent is None else ()), *lineage.items]
 
 
 def _refuse_unsupported(backend: Backend, body: ResponseRequest, model: str) -> None:

@@ -122,7 +122,7 @@ class MessagesRequest(CountRequest):
     ] = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     metadata: Sender | None = None
     service_tier: Name | None = None

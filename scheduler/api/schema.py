@@ -6,6 +6,7 @@ Unknown fields are ignored, wrong types are refused. What Tandem adds to OpenAI'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -211,6 +212,16 @@ def check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
     return value
 
 
+def unserved(instead: str) -> Callable[[Any], None]:
+    """Validator of a field that means more than can be left out in silence; null is no wish."""
+
+    def check(value: Any) -> None:
+        if value is not None:
+            raise ValueError(instead)
+
+    return check
+
+
 def _one_stop(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -258,7 +269,7 @@ class ResponseRequest(Shape):
     """Body of POST /v1/responses."""
 
     model: Name | None = None
-    input: Input
+    input: Input = Field([], description="may be left out where items of a conversation wait")
     instructions: Text | None = None
     previous_response_id: Name | None = None
     conversation: Conversation | None = None
@@ -267,7 +278,7 @@ class ResponseRequest(Shape):
     store: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 20)] | None = Field(None, description="extension")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="extension")
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = Field(
@@ -293,8 +304,12 @@ class ResponseRequest(Shape):
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    prompt: Any = Field(None, exclude=True)
 
     _check_metadata = field_validator("metadata")(check_metadata)
+    _check_prompt = field_validator("prompt")(
+        unserved("no prompt templates are kept here: send instructions and input")
+    )
 
     @property
     def conversation_id(self) -> str | None:

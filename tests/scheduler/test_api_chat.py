@@ -117,6 +117,9 @@ def test_a_named_conversation_is_not_continued_by_its_text(stack: Stack, client:
     assert whole.usage.input_tokens_details.cached_tokens > 0
 
 
+HI = [{"role": "user", "content": "Hi"}]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -146,6 +149,19 @@ def test_a_named_conversation_is_not_continued_by_its_text(stack: Stack, client:
             "response_format.type",
         ),
         ({"messages": [{"role": "user", "content": "x" * 300_000}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "modalities": ["text", "audio"]},
+            "modalities",
+        ),
+        ({"messages": HI, "audio": {"voice": "alloy"}}, "audio"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "web_search_options": {}},
+            "web_search_options",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "functions": [{"name": "f"}]},
+            "functions",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

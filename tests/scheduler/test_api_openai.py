@@ -345,3 +345,26 @@ def test_items_are_added_and_taken_back(stack: Stack, client: OpenAI) -> None:
         client.conversations.items.delete(late.id, conversation_id=conversation.id)
     with pytest.raises(openai.NotFoundError):
         client.conversations.items.delete("msg_x", conversation_id=conversation.id)
+
+
+def test_what_waits_in_a_conversation_needs_no_input(stack: Stack, client: OpenAI) -> None:
+    said: Any = {"type": "message", "role": "user", "content": "One."}
+    name = client.conversations.create(items=[said]).id
+    counted = client.responses.input_tokens.count(model="test-model", conversation=name)
+    one = client.responses.create(model="test-model", conversation=name)
+    assert counted.input_tokens == len(stack.workers.prompts[one.id])
+    client.conversations.items.create(name, items=[{**said, "content": "Two."}])
+    two = client.responses.create(model="test-model", conversation=name, input=[])
+    prompt = stack.tokenizer.decode(stack.workers.prompts[two.id])
+    assert prompt.index("One.") < prompt.index(one.output_text) < prompt.index("Two.")
+    items = client.conversations.items.list(name, order="asc")
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]  # all are messages
+    assert texts == ["One.", one.output_text, "Two.", two.output_text]
+    for given in ({"conversation": name}, {"previous_response_id": two.id}, {"instructions": "x"}):
+        body: Any = {"model": "test-model", **given}
+        with pytest.raises(openai.BadRequestError, match="prompt is empty"):
+            client.responses.create(**body)
+
+
+def test_the_smallest_top_p_is_taken(client: OpenAI) -> None:
+    assert client.responses.create(model="test-model", input="x", top_p=0).top_p == 0

@@ -23,7 +23,7 @@ from scheduler.api.app import create_app
 from scheduler.config import Config, ConfigError
 from scheduler.jobs import Jobs
 from scheduler.record import LIVE
-from store.rpc import serve
+from store.serving import serve
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,8 @@ BAD = [
         "text.format.schema",
         "invalid_value",
     ),
+    ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt", "invalid_type"),
+    ({"input": "x", "top_p": -0.1}, "top_p", "invalid_type"),
     ({"input": "x", "logit_bias": {"x": 1.0}}, "logit_bias", "invalid_value"),
     ({"input": "x", "logit_bias": {"99999": 1.0}}, "logit_bias", "invalid_value"),
     ({"input": "x", "presence_penalty": 3.0}, "presence_penalty", "invalid_type"),
