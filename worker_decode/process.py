@@ -32,7 +32,7 @@ from store.codec.header import CodecError
 from store.errors import StoreDamaged, StoreError
 from store.quotas import Limits
 from store.remote import Remote
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 from store.warming import Warming
 from transport.capability import choose

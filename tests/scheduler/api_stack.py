@@ -26,7 +26,7 @@ from scheduler.record import Job, Result
 from scheduler.redis_client import connect
 from scheduler.runs import Runs
 from scheduler.serializer import pack
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 from store.turns import Turn
 

@@ -21,7 +21,7 @@ from scheduler.extension import Costs, worth_resuming
 from scheduler.jobs import Jobs
 from scheduler.record import Job
 from store.remote import Remote
-from store.rpc import serve
+from store.serving import serve
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from made_states import MODEL, make_state

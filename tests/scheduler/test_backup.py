@@ -25,7 +25,7 @@ from scheduler.host.redis_server import probe
 from scheduler.jobs import Jobs
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 from store.turns import Turn
 

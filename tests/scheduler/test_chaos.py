@@ -30,7 +30,7 @@ from scheduler.host.stack import free_port
 from scheduler.jobs import Jobs
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))

@@ -24,7 +24,7 @@ from scheduler.nodes import Node, Nodes, Presence
 from scheduler.record import HomeMoved, NewJob, response_id
 from store.bundle import MAGIC
 from store.remote import Remote
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 from store.turns import Turn
 

@@ -16,7 +16,7 @@ from store.commands import register, size
 from store.environment import VALUE_BYTES
 from store.errors import StoreError
 from store.paths import data_dir, socket_path, store_dir
-from store.rpc import serve
+from store.serving import serve
 from store.store import Store
 
 

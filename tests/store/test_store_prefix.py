@@ -15,7 +15,8 @@ from store.codec.header import Piece
 from store.environment import VALUE_BYTES, Txn
 from store.prefixes import LEAST_TOKENS, Prefix, ends_in
 from store.quotas import Limits
-from store.rpc import StoreClient, serve
+from store.rpc import StoreClient
+from store.serving import serve
 from store.store import Store
 
 BLOCK = 16

@@ -17,7 +17,8 @@ from redis_kit import eventually
 
 from store.errors import StoreError, StoreUnavailable
 from store.remote import Remote, connect, listen, parse_address
-from store.rpc import MAX_REQUEST, Server, StoreClient, serve
+from store.rpc import MAX_REQUEST, StoreClient
+from store.serving import Server, serve
 from store.store import Store
 
 SECRET = b"a secret of the two machines"

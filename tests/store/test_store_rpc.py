@@ -12,7 +12,8 @@ import pytest
 from made_states import make_state, make_turn
 
 from store.errors import StoreError, StoreUnavailable
-from store.rpc import Server, StoreClient, serve
+from store.rpc import StoreClient
+from store.serving import Server, serve
 from store.store import Store
 
 
