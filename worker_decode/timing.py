@@ -98,6 +98,5 @@ def note_forks(notes: Notes, facts: Mapping[str, Any], drafting: str, event: Eve
         notes.fork("drafter", "none", drafting)
     elif event.drafted:
         notes.fork("drafter", str(speculation["drafter"]), drafting)
-        notes.facts.update(drafted=event.drafted, accepted=event.accepted)
     else:
         notes.fork("drafter", "not used", str(speculation["reason"]) or "slower, or no guess")

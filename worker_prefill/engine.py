@@ -213,7 +213,6 @@ class Engine:
         facts = handoff.finish(snapshot)
         now = time.monotonic()
         notes.add("wire", now - facts["seconds"], now, lane="link", bytes=facts["bytes"])
-        notes.facts["wire"] = facts["bytes"]
         errors = "; ".join(facts.get("errors", ()))
         notes.fork("link", facts["path"], errors or self._links.reason)
         return facts

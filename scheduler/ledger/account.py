@@ -253,7 +253,9 @@ def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
             control[name] = round(control[name] + (told.get(name) or 0), 2)
         lane = piece.text("lane")
         lanes[lane] = round(lanes.get(lane, 0) + (told.get("round_trips") or 0), 2)
-    facts: dict[str, int] = {"wire": 0, "store_written": 0, "store_read": 0}
+    stretches = (span for piece in pieces for span in piece.spans())
+    wire = sum(int(s.facts.get("bytes") or 0) for s in stretches if s.facts.get("lane") == "link")
+    facts: dict[str, int] = {"store_written": 0, "store_read": 0}
     for piece in pieces:
         for name in facts:
             facts[name] += int((piece.data.get("facts") or {}).get(name) or 0)
@@ -268,7 +270,7 @@ def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
         "round_trips_by_lane": lanes,
         "budget": _budget(job, pieces, control),
     }
-    return {**facts, "control": control_facts}
+    return {"wire": wire, **facts, "control": control_facts}
 
 
 def _budget(job: Job, pieces: Sequence[Piece], control: Mapping[str, float]) -> dict[str, Any]:
