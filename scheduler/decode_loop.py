@@ -17,6 +17,7 @@ from rq.defaults import RQ_KEY_PREFIX
 from scheduler import events
 from scheduler.config import decode_queue
 from scheduler.execution import Execution, Finished
+from scheduler.leaving import Leaver, Leaving, Mover, Tail, facts_of
 from scheduler.nodes import Nodes
 from scheduler.outbox import Outbox
 from scheduler.queue import PREFILL, wait_for_work
@@ -76,7 +77,11 @@ class DecodeLoop(LoopWorker):
 
     role = "decode"
 
-    def __init__(self, url: str, engine: DecodeEngine, **options: Any) -> None:
+    def __init__(
+        self, url: str, engine: DecodeEngine, *, mover: Mover | None = None, **options: Any
+    ) -> None:
+        """`mover` sends answers on to another decode node when this one is to stop; the engine is
+        a Leaver then."""
         super().__init__(url, decode_queue(options.get("node", "local")), **options)
         self._engine = engine
         self._node = str(options.get("node", "local"))
@@ -87,15 +92,19 @@ class DecodeLoop(LoopWorker):
         self._alone_since: float | None = None
         self._told = False
         self._changed = threading.Condition()
+        self._leaving = Leaving(mover)
+        self._served = threading.Event()
+        self._emptied = threading.Event()
 
     def _serve(self) -> None:
         self._outbox.start()
         taker = threading.Thread(target=self._take, name="take", daemon=True)
         taker.start()
         try:
-            while not (self.stopping and not self._rows and not self._inbox):
+            while not (self._done_taking and not self._rows and not self._inbox):
                 self._admit()
                 self._sweep()
+                self._send_off()
                 if self.out_of_time:
                     self._hand_back_all()
                 elif self._rows:
@@ -111,6 +120,7 @@ class DecodeLoop(LoopWorker):
                 self.settle(execution, partial(self.runs.reclaim, execution.job, dead=True))
             raise
         finally:
+            self._served.set()
             taker.join(3.0)
             self._hand_back_all()
             self._outbox.close(max(2.0, self.settings.lease_seconds / 2))
@@ -163,7 +173,7 @@ class DecodeLoop(LoopWorker):
                 execution = self._inbox.popleft() if self._inbox else None
             if execution is None:
                 break
-            if self.stopping:
+            if self.stopping and (self._leaving.searched and not self._leaving.heir):
                 self._settle_after(execution, partial(self._give_back, execution))
                 continue
             try:
@@ -189,6 +199,71 @@ class DecodeLoop(LoopWorker):
                 self.drop(execution)
             else:
                 self._settle_after(execution, partial(self._cancelled, execution))
+
+    # --- leaving -----------------------------------------------------------------------------
+
+    @property
+    def _done_taking(self) -> bool:
+        """Whether a stop was asked for and nothing waits that another node could go on with."""
+        if not self._leaving.possible:
+            return self.stopping
+        return self.stopping and (self.out_of_time or self._emptied.is_set())
+
+    def _send_off(self) -> None:
+        """Send an answer on to the node that takes over, while the others go on."""
+        if not self.stopping or self.out_of_time:
+            return
+        execution = self._leaving.next(self._rows)
+        if execution is None:
+            return
+        heir = self._leaving.heir
+        try:
+            tail = cast(Leaver, self._engine).leave(execution, heir)
+        except Exception as error:
+            log.error("%s cannot leave", execution.job.id, exc_info=error)
+            self._engine.cancel(execution)
+            self._rows.remove(execution)
+            self._settle_after(execution, partial(self._give_back, execution))
+            return
+        if tail is None:
+            return
+        self._rows.remove(execution)
+        self._leaving.under_way.add(execution.id)
+        self._outbox.then(execution, lambda: self._submit(self._hand_over, execution, heir, tail))
+
+    def _hand_over(self, execution: Execution, heir: str, tail: Tail) -> None:
+        """On a background thread, after the events: the state goes, then the job."""
+        job, notes = execution.job, execution.notes
+        try:
+            try:
+                with notes.stage("hand over"):
+                    sent = dict(tail())
+            except Exception as error:
+                log.warning("%s goes on at %s without its state: %s", job.id, heir, error)
+                sent = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
+            notes.fork("node", heir, "this one is to stop")
+            facts = facts_of(job, heir, sent)
+            outcome = self.settle(
+                execution,
+                lambda: self.runs.rehome(job, heir, facts, self.noted(execution, "handed over")),
+            )
+            if outcome == "ok":
+                log.info("%s goes on at %s", job.id, heir)
+                self._leaving.left(job)
+            elif outcome == "kept":
+                self.settle(execution, partial(self._give_back, execution))
+        except Exception:
+            log.exception("handing over %s ended in an error of the loop", job.id)
+        finally:
+            self._leaving.under_way.discard(execution.id)
+
+    def _pass_on(self) -> bool:
+        """While stopping, on the taking thread: whether jobs are taken for the node that takes
+        over. What runs is made ready to go."""
+        if self.out_of_time or self._served.is_set() or not self._leaving.look():
+            return False
+        self._leaving.prepare(list(self._rows))
+        return True
 
     def _cancelled(self, execution: Execution) -> Outcome:
         return self.runs.cancelled(execution.job, ledger=self.noted(execution, "cancelled"))
@@ -272,8 +347,15 @@ class DecodeLoop(LoopWorker):
     def _take(self) -> None:
         client = connect(self.url, patience=0)
         runs = Runs(client, self.settings, self.clock)
+        try:
+            self._take_from(client, runs)
+        finally:
+            self._emptied.set()
+            client.close()
+
+    def _take_from(self, client: redis.Redis, runs: Runs) -> None:
         pause = 0.05
-        while not self.stopping:
+        while not self.stopping or self._pass_on():
             with self._changed:
                 if self._wanted <= 0:
                     self._changed.wait(0.2)
@@ -283,7 +365,12 @@ class DecodeLoop(LoopWorker):
                 with charge(taking):
                     job = runs.take(self.queue, self.name, self.holder)
                 if job is None:
-                    wait_for_work(client, self.queue)
+                    if not self.stopping:
+                        wait_for_work(client, self.queue)
+                    elif not self._rows and not self._inbox:
+                        break
+                    else:
+                        self._served.wait(0.05)
                     continue
                 execution = Execution(
                     job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
@@ -305,4 +392,3 @@ class DecodeLoop(LoopWorker):
                 self._inbox.append(execution)
                 self._wanted -= 1
                 self._changed.notify_all()
-        client.close()

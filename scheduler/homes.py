@@ -13,7 +13,7 @@ and a conversation without one is asked for everywhere. Pointer and jobs change 
   conversation lives, so that what is said in one is never split.
 
 Until that step everything at the other node is a copy that nobody looks at; after it the old one
-is, and is deleted. Whoever dies in between leaves a copy too many, which `Homes.strays` finds.
+is, and is deleted. Who dies in between leaves a copy too many, which goes at a node's next start.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ class Homes:
         """Say where a conversation that has no job yet is."""
         pipe = self._client.pipeline(transaction=True)
         pipe.hset(key_of(conversation), "node", node)
+        pipe.expire(key_of(conversation), KEEP)
+        pipe.execute()
+
+    def settle(self, conversation: str, node: str) -> None:
+        """Say where a conversation is, if nothing says it yet."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.hsetnx(key_of(conversation), "node", node)
         pipe.expire(key_of(conversation), KEEP)
         pipe.execute()
 

@@ -16,6 +16,7 @@ import redis
 
 from scheduler import policy, scripts, shadow
 from scheduler.config import JobsConfig
+from scheduler.homes import KEEP
 from scheduler.images import without_data
 from scheduler.jobs import CANCELLED_EVENT
 from scheduler.ledger.clock import Clock
@@ -209,6 +210,36 @@ class Runs:
         """Whether a job waits with its state parked at some worker."""
         status, parked = self.client.hmget(f"tandem:job:{resp}", "status", "parked_by")
         return status == b"queued" and bool(parked)
+
+    def alone(self, job: Job) -> bool:
+        """Whether no other job of the conversation of `job` lives."""
+        others = self.client.smembers(f"tandem:at:{job.conversation}") if job.conversation else ()
+        return not {other.decode() for other in cast("set[bytes]", others)} - {job.id}
+
+    def rehome(
+        self, job: Job, node: str, handoff: Mapping[str, Any], ledger: bytes = b""
+    ) -> Literal["ok", "kept", "done", "lost", "cancel"]:
+        """Give a running answer and its conversation to decode node `node`, in one step.
+
+        Its state and the conversation's records are there. `handoff`: the facts of its hand-offs.
+        "kept": another job of the conversation lives here, so nothing has changed. No attempt is
+        counted.
+        """
+        queue = decode_queue(node)
+        args = {
+            **self._common(),
+            "id": job.id,
+            "run": job.run,
+            "from": job.node,
+            "node": node,
+            "queue": queue,
+            "handoff": pack(dict(handoff)),
+            "ledger": ledger,
+            "keep_home": KEEP,
+            "shadow": shadow.fields(job.id, "decode", queue, job.prompt_tokens),
+        }
+        answer = scripts.call(self.client, "rehome", args).decode()
+        return cast('Literal["ok", "kept", "done", "lost", "cancel"]', answer)
 
     def waiting(self, queue: str) -> int:
         """How many jobs wait in `queue`."""

@@ -70,6 +70,11 @@ class Answer:
         self._made += len(events)
         self._emit(events[known:])
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a token of the answer was said in this run: all of the prompt is computed."""
+        return bool(self.ids) and self._last is None
+
     def closing(self, status: str) -> list[dict[str, Any]]:
         """The events that close the answer, for the terminal step."""
         return self._output.close(status)

@@ -19,6 +19,7 @@ from engine.model import Caches, Model
 from engine.rows import Event, Row
 from scheduler.config import Config
 from scheduler.execution import Execution, Finished
+from scheduler.leaving import Tail
 from scheduler.ledger.clock import Clock
 from scheduler.record import Job, JobError, Result
 from scheduler.runs import SendBack
@@ -33,6 +34,7 @@ from worker_decode.keeping import Keeping
 from worker_decode.ledgers import Ledgers
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
+from worker_decode.moving import Sender, state_of
 from worker_decode.pictures import Pictures
 from worker_decode.preamble import Sharing
 from worker_decode.reader import Reader
@@ -77,11 +79,12 @@ class Engine:
         clock: Clock | None = None,
         tell: Callable[[str, str, bytes], None] = lambda turn, name, piece: None,
         words: Words | None = None,
+        mover: Sender | None = None,
     ) -> None:
         """`ended(response)` says whether a job is over, for state that nobody came to take;
         `announce(facts)` is told now and then how this node stands; `pulse` keeps an idle device
         awake; `clock` is the loop's; `tell(turn, name, piece)` adds to the ledger of an ended job;
-        `words` are the tokenizer's.
+        `words` are the tokenizer's; `mover` sends answers on to another decode node.
         Raises ModelError where `decode.drafter` names what cannot be had."""
         self._config = config
         self._model = model
@@ -90,6 +93,7 @@ class Engine:
         self._memory = memory
         self._inbox = inbox
         self._pulse = pulse
+        self._mover = mover
         self._working = nullcontext if pulse is None else pulse.working
         self._ledgers = Ledgers(store, clock or Clock(), config.node, tell)
         self.kept = Keeping(
@@ -226,6 +230,25 @@ class Engine:
                 self._watches.pop(uid).end()
         self._inbox.discard(execution.job.id)
 
+    def leave(self, execution: Execution, heir: str) -> Tail | None:
+        """See scheduler.leaving: copy the row's state out and take the row from the batch."""
+        found = [uid for uid, answer in self._answers.items() if answer.execution is execution]
+        if not found or self._mover is None:
+            return None
+        answer = self._answers[found[0]]
+        start, job = answer.start, answer.job
+        if start.rope_delta != start.after and not answer.under_way:
+            return None  # between images: the state does not say where its positions stand
+        self._watches.pop(found[0]).end()
+        del self._answers[found[0]]
+        with execution.notes.stage("pack"):
+            event = self._batch.cancel(found[0])
+            pieces = state_of(self._model, event, start)
+        self.kept.give_up(job.id, event)
+        self._inbox.discard(job.id)
+        send, tokens = self._mover.send, len(answer.ids)
+        return lambda: {"at_token": tokens, **send(job, heir, pieces)}
+
     def _running(self, turn: str) -> Caches | None:
         """The caches of an answer under way."""
         for uid, answer in self._answers.items():
@@ -237,6 +260,10 @@ class Engine:
         """Unpack what arrives and save what is idle; True while there is more to do at once."""
         more = self._early.look_after(self.free(), busy=False)
         return self.kept.look_after() or more
+
+    def settle(self) -> None:
+        """Bring what is told of ended turns into the store. May be called from any thread."""
+        self._ledgers.write(self._ledgers.waiting())
 
     def forget(self, turns: Iterable[str]) -> None:
         """Drop the states of deleted turns soon. May be called from any thread."""

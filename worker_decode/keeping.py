@@ -111,6 +111,7 @@ class Keeping:
 
     def drain(self) -> None:
         """Save every conversation that is still in memory, and wait until it is written."""
+        self.collect()  # what has gone to another node is not saved here
         for turn in self.hot.turns():
             self._save(turn)
         if not self.saver.close(self._config.jobs.drain_seconds + 60):

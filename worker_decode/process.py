@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,11 @@ from scheduler.decode_loop import DecodeLoop
 from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
 from scheduler.ledger.clock import Clock
-from scheduler.nodes import Node, Presence
+from scheduler.nodes import Node, Nodes, Presence
 from scheduler.owners import Owners, OwnersError
 from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY, connect
+from scheduler.runs import Runs
 from store.codec.header import CodecError
 from store.errors import StoreDamaged, StoreError
 from store.quotas import Limits
@@ -45,6 +47,7 @@ from worker_decode.engine import Engine
 from worker_decode.inbox import Inbox
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
+from worker_decode.moving import Moving
 
 log = logging.getLogger("tandem.decode")
 
@@ -136,6 +139,16 @@ def run(config: Config, model_dir: Path) -> int:
             "about": about(),
             "drift": drift.sample(model),
         }
+        mover = Moving(
+            config,
+            model,
+            store,
+            Nodes(connect(config.redis_url, timeout=2.0, patience=0)),
+            Runs(connect(config.redis_url, timeout=2.0, patience=0), config.jobs),
+            forget=lambda turns: engine.forget(turns),
+            settle=lambda: engine.settle(),
+        )
+        stack.callback(mover.close)
         engine = Engine(
             config,
             model,
@@ -150,6 +163,7 @@ def run(config: Config, model_dir: Path) -> int:
             tell=jobs.note,
             words=words,
             announce=lambda facts: presence.update(facts={**known, **facts}),
+            mover=mover,
         )
 
         def delete_conversation(ident: str) -> bool:
@@ -161,6 +175,7 @@ def run(config: Config, model_dir: Path) -> int:
         loop = DecodeLoop(
             config.redis_url,
             engine,
+            mover=mover,
             node=config.node,
             settings=config.jobs,
             lock_dir=config.data_dir,
@@ -169,6 +184,10 @@ def run(config: Config, model_dir: Path) -> int:
         )
         doorway = Doorway(config.link.host, receiver, lambda at: presence.update(link=at))
         stack.callback(doorway.close)
+        strays = threading.Thread(target=mover.clear, name="strays", daemon=True)
+        strays.start()
+        stack.callback(strays.join, 30.0)
+        stack.callback(mover.stop)
         presence.update(state="ready", fingerprint=model.fingerprint.hex())
         log.info("ready: %s on %s", config.model_name, model.device.name)
         return loop.run()

@@ -161,6 +161,20 @@ class CountingDecode:
     def cancel(self, execution: Execution) -> None:
         self.rows.pop(execution, None)
 
+    def leave(self, execution: Execution, heir: str) -> Callable[[], Mapping[str, Any]] | None:
+        if self.rows.get(execution, 0) == 0:
+            return None
+        at("leaving")
+        said = self.rows.pop(execution)
+
+        def tail() -> Mapping[str, Any]:
+            at("mid_hand_over")
+            if execution.job.request.get("fail") == "move":
+                raise OSError("link is down")
+            return {"bytes": 100, "seconds": 0.0, "path": "tcp", "at_token": said}
+
+        return tail
+
     def idle(self) -> bool:
         return False
 
@@ -168,10 +182,25 @@ class CountingDecode:
         at("drain")
 
 
+class FakeMover:
+    """The node that is named takes over; nothing has to be copied."""
+
+    def heir(self) -> str:
+        return str(SPEC.get("heir", ""))
+
+    def prepare(self, job: Job, heir: str) -> None:
+        at("mid_prepare")
+        if job.request.get("fail") == "prepare":
+            raise OSError("the other store does not answer")
+
+    def left(self, job: Job) -> None:
+        at("mid_left")
+
+
 def main() -> int:
     logging.basicConfig(level=SPEC.get("log", "ERROR"))
     lifeline.watch()
-    for name in ("take", "finish_prefill", "finish", "handing_off"):
+    for name in ("take", "finish_prefill", "finish", "handing_off", "rehome"):
         around(name)
     settings = JobsConfig(
         lease_seconds=SPEC.get("lease", 3),
@@ -193,7 +222,8 @@ def main() -> int:
             **options,
         )
     else:
-        loop = DecodeLoop(SPEC["url"], CountingDecode(), **options)
+        mover = FakeMover() if SPEC.get("heir") else None
+        loop = DecodeLoop(SPEC["url"], CountingDecode(), mover=mover, **options)
     return loop.run()
 
 

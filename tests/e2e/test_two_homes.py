@@ -1,0 +1,111 @@
+"""A second decode node joins; the first is updated in the middle of an answer, then the second."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stack_kit import Running, running, short_directory
+
+from scheduler.config import Config, resolved_environment
+from scheduler.nodes import Nodes
+from scheduler.redis_client import connect
+from store.rpc import StoreClient
+
+pytestmark = pytest.mark.rotate(2)
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path) -> Iterator[Running]:
+    yield from running(model_dir, jobs={"drain_seconds": 60.0})
+
+
+@pytest.fixture(scope="module")
+def far(stack: Running) -> Iterator[tuple[Config, subprocess.Popen[bytes]]]:
+    """A decode worker with a store of its own, as on another machine."""
+    directory = short_directory()
+    changes: dict[str, Any] = {
+        "data_dir": directory,
+        "node": "far",
+        "redis": stack.config.redis.model_copy(update={"url": stack.config.redis_url}),
+    }
+    config = stack.config.model_copy(update=changes)
+    log = (stack.config.data_dir / "logs" / "far.log").open("wb")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "worker_decode"],
+        env=resolved_environment(config), stdout=log, stderr=log,
+    )  # fmt: skip
+    with connect(stack.config.redis_url) as client:
+        ready(stack, Nodes(client), "far")
+    yield config, process
+    process.kill()
+    process.wait()
+    log.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def ready(stack: Running, nodes: Nodes, name: str) -> None:
+    def look() -> bool:
+        node = nodes.get("decode", name)
+        return node is not None and node.state == "ready" and bool(node.link)
+
+    stack.until(look, f"decode node {name} to be ready")
+
+
+def begun(stack: Running, **body: Any) -> str:
+    """A long answer under way."""
+    made = stack.post(max_output_tokens=150, background=True, **body)
+    stack.until(lambda: "first_token" in stack.get(made["id"])["tandem"]["times"], "a token")
+    return str(made["id"])
+
+
+def test_an_answer_and_its_conversation_go_on_at_the_other_node(
+    stack: Running, far: tuple[Config, subprocess.Popen[bytes]]
+) -> None:
+    config, process = far
+    near, other = stack.store, StoreClient(config.store_socket)
+    conversation = stack.http.post("/v1/conversations", json={}).json()["id"]
+    first = stack.post(input="Tell me of the sea.", conversation=conversation, max_output_tokens=12)
+    assert first["tandem"]["node"] == "local"
+    second = begun(stack, input="And a long story of it.", conversation=conversation)
+    old = stack.pid("decode")
+    os.kill(old, signal.SIGTERM)
+    done = stack.ended(second)
+    moved = done["tandem"]["handoff"]["moved"]
+    assert [(one["from"], one["to"], one["path"]) for one in moved] == [("local", "far", "tcp")]
+    assert 0 < moved[0]["at_token"] < 150
+    assert done["tandem"]["node"] == "far"
+    assert done["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    events = stack.events(second)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    stack.store = other
+    assert stack.output_ids(second) == stack.solo(second)
+    assert other.conversation_turns(conversation) == [first["id"], second]
+    third = stack.post(input="Shorter.", conversation=conversation, max_output_tokens=8)
+    assert third["tandem"]["node"] == "far"
+    assert third["tandem"]["path"] in ("hot", "restored")
+    stack.wait_back("decode", old)
+    with connect(stack.config.redis_url) as client:
+        ready(stack, Nodes(client), "local")
+    assert near.get_conversation(conversation) is None
+    listed = stack.http.get("/v1/conversations").json()
+    assert [one["id"] for one in listed["data"]].count(conversation) == 1
+    # And back, as the other one is updated.
+    fourth = begun(stack, input="Longer again.", conversation=conversation)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    done = stack.ended(fourth)
+    assert done["tandem"]["node"] == "local"
+    stack.store = near
+    assert stack.output_ids(fourth) == stack.solo(fourth)
+    assert near.conversation_turns(conversation) == [first["id"], second, third["id"], fourth]
+    ledger = stack.http.get(f"/v1/responses/{fourth}/ledger").json()
+    assert ["node", "local"] in [[fork["fork"], fork["took"]] for fork in ledger["forks"]]
+    other.close()

@@ -1,0 +1,217 @@
+"""A decode node that is to stop hands its answers on: one log, one end, whoever dies on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from jobs_kit import answer, assert_idle, eventually, is_stopped, new_job, oracle, started
+
+from scheduler.homes import Homes
+from scheduler.jobs import Jobs
+from scheduler.record import Job, NewJob
+
+#: Where the leaving node may die, and the other one.
+POINTS = [
+    ("m3", "mid_prepare"),
+    ("m3", "leaving"),
+    ("m3", "mid_hand_over"),
+    ("m3", "before_rehome"),
+    ("m3", "after_rehome"),
+    ("m3", "mid_left"),
+    ("m4", "after_take"),
+    ("m4", "mid_decode"),
+    ("m4", "before_commit"),
+    ("m4", "before_finish"),
+    ("m4", "after_finish"),
+]
+TALK = "conv_" + "0" * 32
+
+
+@pytest.fixture
+def jobs(client: redis.Redis) -> Jobs:
+    return Jobs(client)
+
+
+@pytest.fixture
+def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
+    yield from started(redis_url, lock_dir=str(tmp_path))
+
+
+def talk(**more: Any) -> NewJob:
+    """A job of a conversation that is at home on m3, decoded there from its prompt on."""
+    return new_job(**{"node": "m3", "stage": "decode", "conversation": TALK, "home": "", **more})
+
+
+def begun(jobs: Jobs, new: NewJob) -> None:
+    jobs.accept(new)
+    eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
+
+
+def check(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
+    job = jobs.wait(new.id, 60)
+    assert job.status == "completed", job.error
+    assert answer(client, new.id) == oracle(new)
+    return job
+
+
+def nothing_left(client: redis.Redis) -> None:
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+    assert list(client.scan_iter("tandem:at:*")) == []
+
+
+def moved(job: Job) -> list[dict[str, Any]]:
+    return list((job.handoff or {}).get("moved") or [])
+
+
+def test_live_and_waiting_answers_go_on_at_the_other_node(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", slots=2, step_s=0.02)
+    news = [talk(answer=300, conversation=f"conv_{k:032x}") for k in range(5)]
+    for new in news:
+        jobs.accept(new)
+    eventually(lambda: sum(jobs.get(n.id).first_token_at is not None for n in news) == 2, "")
+    stack("decode", node="m4", step_s=0.001)
+    assert leaving.stop() == 0
+    for new in news:
+        job = check(client, jobs, new)
+        assert [(one["from"], one["to"]) for one in moved(job)] == [("m3", "m4")]
+        assert job.node == "m4"
+        assert job.queue == "decode-m4"
+        assert job.attempts == 1, "leaving is no failed attempt"
+        assert Homes(client).of(str(new.conversation)) == "m4"
+    assert any(0 < moved(jobs.get(new.id))[0]["at_token"] < 300 for new in news)
+    nothing_left(client)
+
+
+def test_without_another_node_it_drains_as_ever(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", slots=1, step_s=0.01)
+    live, waiting = talk(answer=60, home=None), talk(answer=5, home=None)
+    begun(jobs, live)
+    jobs.accept(waiting)
+    assert leaving.stop() == 0
+    assert not moved(check(client, jobs, live))
+    assert jobs.get(waiting.id).status == "queued"
+    stack("decode", node="m3")
+    assert not moved(check(client, jobs, waiting))
+    nothing_left(client)
+
+
+def test_a_state_that_cannot_be_sent_is_computed_there(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.02, log="CRITICAL")
+    new = talk(answer=300, request={"fail": "move"})
+    begun(jobs, new)
+    stack("decode", node="m4")
+    assert leaving.stop() == 0
+    job = check(client, jobs, new)
+    assert moved(job)[0]["path"] == "none"
+    assert "link is down" in moved(job)[0]["error"]
+    nothing_left(client)
+
+
+def test_records_that_cannot_be_copied_keep_the_answer_here(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.01)
+    new = talk(answer=60, request={"fail": "prepare"})
+    begun(jobs, new)
+    assert leaving.stop() == 0
+    assert not moved(check(client, jobs, new))
+    assert Homes(client).of(TALK) == "m3"
+    nothing_left(client)
+
+
+def test_a_conversation_with_two_live_answers_stays_whole(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.02, drain=1)
+    first, second = talk(answer=400), talk(answer=400, home="m3")
+    begun(jobs, first), begun(jobs, second)
+    leaving.stop()
+    for new in (first, second):
+        assert jobs.get(new.id).node == "m3"
+    assert Homes(client).of(TALK) == "m3"
+    stack("decode", node="m3")
+    for new in (first, second):
+        check(client, jobs, new)
+    nothing_left(client)
+
+
+def test_a_cancelled_answer_ends_once_while_it_leaves(
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.02, point="mid_hand_over", act="stop")
+    new = talk(answer=300)
+    begun(jobs, new)
+    leaving.send(signal.SIGTERM)
+    eventually(lambda: is_stopped(leaving.process.pid), "it does not freeze")
+    jobs.cancel(new.id)
+    leaving.send(signal.SIGCONT)
+    assert leaving.process.wait(30) == 0
+    assert jobs.wait(new.id, 30).status == "cancelled"
+    nothing_left(client)
+
+
+@pytest.mark.rotate(2)
+@pytest.mark.parametrize(("node", "point"), POINTS)
+def test_killed_while_an_answer_leaves(
+    client: redis.Redis, jobs: Jobs, stack: Any, node: str, point: str
+) -> None:
+    def plan(name: str) -> dict[str, Any]:
+        return {"node": name, **({"point": point, "nth": 3 if point == "mid_decode" else 1}
+                                 if name == node else {})}  # fmt: skip
+
+    leaving = stack("decode", heir="m4", step_s=0.02, **plan("m3"))
+    new = talk(answer=200)
+    begun(jobs, new)
+    other = stack("decode", step_s=0.001, **plan("m4"))
+    leaving.send(signal.SIGTERM)
+    victim = leaving if node == "m3" else other
+    assert victim.process.wait(30) == -signal.SIGKILL
+    if node == "m3":
+        # Before the step its jobs wait for it, after it they are the other's.
+        stack("decode", node="m3")
+    else:
+        stack("decode", node="m4")
+    job = check(client, jobs, new)
+    assert bool(moved(job)) == (job.node == "m4") == (Homes(client).of(TALK) == "m4")
+    nothing_left(client)
+
+
+@pytest.mark.rotate(3)
+@pytest.mark.parametrize("point", ["mid_prepare", "mid_hand_over", "before_rehome", "after_rehome"])
+def test_frozen_while_an_answer_leaves(
+    client: redis.Redis, jobs: Jobs, stack: Any, point: str
+) -> None:
+    """The frozen one wakes up when another run has told all of it: nothing is told twice."""
+    frozen = stack("decode", node="m3", heir="m4", step_s=0.02, point=point, act="stop")
+    new = talk(answer=200)
+    begun(jobs, new)
+    stack("decode", node="m4")
+    frozen.send(signal.SIGTERM)
+    eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
+    if point == "after_rehome":
+        job = check(client, jobs, new)
+        os.kill(frozen.process.pid, signal.SIGCONT)
+    else:
+        eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
+        os.kill(frozen.process.pid, signal.SIGCONT)
+    frozen.process.wait(30)
+    stack("decode", node="m3")
+    job = check(client, jobs, new)
+    more = talk(answer=3, home=job.node, node=job.node)
+    jobs.accept(more)
+    check(client, jobs, more)
+    assert jobs.get(new.id).events == job.events
+    nothing_left(client)

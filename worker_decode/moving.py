@@ -1,0 +1,260 @@
+"""Sending live answers on to another decode node: their conversation's records, then their state.
+
+Records go through the other store's RPC and are kilobytes; they are put there turn by turn, which
+may be repeated. The state goes over a link like a prefill node's, as TCP: what is sent in a drain
+is not worth a second cable map.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.model import Model
+from engine.prefill import ends_of
+from engine.rows import Event
+from scheduler.config import Config
+from scheduler.homes import Homes, successor
+from scheduler.leaving import Stays
+from scheduler.nodes import Node, Nodes
+from scheduler.record import Job
+from scheduler.runs import Runs
+from store.codec.header import Piece
+from store.codec.pack import Exporter
+from store.errors import StoreError
+from store.remote import parse_address
+from store.rpc import StoreClient
+from store.store import Store
+from store.turns import Turn
+from worker_decode.starts import Start
+from worker_decode.turns import conversation_of
+from worker_prefill.handoff import Links
+
+log = logging.getLogger("tandem.decode")
+
+_LOOK = 0.5
+_PATIENCE = 10.0
+
+
+class Sender(Protocol):
+    """What an engine needs to send its answers on."""
+
+    def send(self, job: Job, heir: str, pieces: Sequence[Piece]) -> Mapping[str, Any]:
+        """See Moving."""
+        ...
+
+
+def state_of(model: Model, event: Event, start: Start) -> list[Piece]:
+    """The state of a row that was taken out, copied, snapshot last; empty where there is none.
+
+    It tells how many tokens of the prompt no model had to compute for this turn. Runs on the
+    engine's thread.
+    """
+    if event.caches is None or not event.ids:
+        return []
+    exporter = Exporter(model.layout, event.ids)
+    ends = ends_of(event.schedule)
+    pieces = exporter.rows(event.caches, len(event.ids), last=True, ends=ends)
+    extra: dict[str, Any] = {"schedule": event.schedule, "rope_delta": start.after}
+    if start.path != "cold" and start.cached:
+        extra["lent"] = start.cached
+    return [*pieces, exporter.snapshot(event.caches, extra)]
+
+
+class Moving:
+    """What a decode node leaves by. Thread-safe. See scheduler.leaving.Mover."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Model,
+        store: Store,
+        nodes: Nodes,
+        runs: Runs,
+        forget: Callable[[Iterable[str]], None],
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`nodes`, `runs` have connections of their own; `forget(turns)` drops states from the
+        engine's memory, `settle()` brings what is told of ended turns into the store."""
+        self._config = config
+        self._model = model
+        self._store = store
+        self._nodes = nodes
+        self._runs = runs
+        self._homes = Homes(runs.client)
+        self._forget = forget
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._links: Links | None = None
+        self._node: Node | None = None
+        self._looked = 0.0
+        self._stopped = threading.Event()
+
+    def heir(self) -> str:
+        """The node that takes over; looked up at most twice a second."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK or self._looked == 0.0:
+            found = successor(
+                self._nodes.list("decode"), self._config.node, self._model.fingerprint.hex()
+            )
+            self._looked, self._node = now, found
+        return self._node.name if self._node is not None else ""
+
+    def prepare(self, job: Job, heir: str) -> None:
+        """Copy the records of the job's conversation. Raises Stays, StoreError."""
+        if not self._runs.alone(job):
+            raise Stays("another answer of its conversation is under way")
+        now, node = self.heir(), self._node
+        if node is None or now != heir:
+            raise Stays(f"decode node {heir} is not there any more")
+        self._settle()
+        client = client_of(node)
+        try:
+            own = self._config.node
+            copy_records(self._store, client, job, lambda other: self._homes.settle(other, own))
+        finally:
+            client.close()
+
+    def send(self, job: Job, heir: str, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Send a state, snapshot last, to decode node `heir`; the facts once it is there.
+
+        Raises LinkError. No pieces are a state of no tokens, which need not go.
+        """
+        if not pieces:
+            return {"path": "none", "reason": "nothing was computed yet"}
+        *rows, snapshot = pieces
+        handoff = self._linked().begin(
+            replace(job, node=heir),
+            fingerprint=self._model.fingerprint,
+            tokens=snapshot.header.stop,
+            nbytes=sum(piece.payload.nbytes for piece in pieces),
+            block_tokens=self._model.layout.block_tokens,
+        )
+        if handoff.hopeless:
+            handoff.give_up()
+        handoff.send(rows)
+        return handoff.finish(snapshot)
+
+    def left(self, job: Job) -> None:
+        """Delete what is here of the conversation; its turns that others branch from stay."""
+        conversation = conversation_of(job, self._store)
+        self._forget([job.id, *self._store.conversation_turns(conversation)])
+        self._store.delete_conversation(conversation)
+
+    def clear(self) -> None:
+        """Delete what earlier moves have left here; logs what goes wrong."""
+        try:
+            own = self._config.node
+            gone = clear_strays(
+                self._store, self._homes, self._nodes, own, self._forget, self._stopped.is_set
+            )
+            if gone:
+                log.info("%d conversations had gone to other nodes", gone)
+        except Exception as error:
+            log.warning("copies of conversations that moved were not looked for: %s", error)
+
+    def stop(self) -> None:
+        """Look for no more copies."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """End the links."""
+        if self._links is not None:
+            self._links.close()
+
+    def _linked(self) -> Links:
+        with self._lock:
+            if self._links is None:
+                link = self._config.link.model_copy(update={"backend": "tcp"})
+                self._links = Links(self._nodes, link, self._config.node)
+            return self._links
+
+
+def client_of(node: Node) -> StoreClient:
+    """A client of a decode node's store, on this machine or another. Raises StoreError."""
+    remote = parse_address(node.rpc, bytes.fromhex(node.secret)) if node.secret else None
+    path = Path("/nonexistent/store" if remote is not None else node.rpc)
+    if remote is None and not path.exists():
+        raise StoreError(
+            f"decode node {node.name} serves its store to its own machine only: set store.rpc_host"
+        )
+    return StoreClient(path, _PATIENCE, lambda: remote)
+
+
+def copy_records(store: Store, there: StoreClient, job: Job, settle: Callable[[str], None]) -> None:
+    """Put the conversation of a job, and what its turns go on from, into another store as well.
+
+    `settle(conversation)` is told of others that the turns come from, before they are copied: those
+    stay at home here. Raises StoreError.
+    """
+    conversation = conversation_of(job, store)
+    turns: dict[str, Turn] = {}
+    record = store.get_conversation(conversation)
+    known = store.conversation_turns(conversation) if record is not None else []
+    for name in [*known, *([job.previous] if job.previous else [])]:
+        if name not in turns:
+            turns |= {turn.id: turn for turn in store.path(name)}
+    for other in {turn.conversation for turn in turns.values()} - {conversation}:
+        settle(other)
+    if record is not None:
+        added = int(record.get("added", 0))
+        items = record["items"]
+        first, later = items[: len(items) - added], items[len(items) - added :]
+        there.call(
+            "create_conversation",
+            ident=conversation, owner=record["owner"], metadata=record["metadata"],
+            items=first, created=record["created"],
+        )  # fmt: skip
+    for turn in turns.values():
+        there.put_turn(turn)
+    if record is None:
+        return
+    copied = there.get_conversation(conversation) or {}
+    missing = later[int(copied.get("added", 0)) :]
+    there.update_conversation(
+        conversation,
+        metadata=record["metadata"],
+        pinned=record["pinned"],
+        last_used=record["last_used"],
+        **({"add_items": missing} if missing else {}),
+    )
+
+
+def clear_strays(
+    store: Store,
+    homes: Homes,
+    nodes: Nodes,
+    own: str,
+    forget: Callable[[Iterable[str]], None],
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Delete copies of conversations whose home is another node, which has all of their turns.
+
+    They are what a move leaves where a process died in it. Returns how many there were.
+    """
+    others = {node.name: client_of(node) for node in nodes.list("decode") if node.name != own}
+    found = 0
+    before: tuple[str, float] | None = None
+    while others and (page := store.list_conversations(None, 500, None, before)):
+        before = (page[-1]["id"], float(page[-1]["created"]))
+        for record, home in zip(page, homes.of_all([one["id"] for one in page]), strict=True):
+            if stopped():
+                return found
+            if home not in others:
+                continue
+            ident = record["id"]
+            theirs = set(others[home].conversation_turns(ident))
+            ours = store.conversation_turns(ident)
+            if others[home].get_conversation(ident) is None or not theirs.issuperset(ours):
+                log.warning("%s is at home on %s, which does not have all of it", ident, home)
+                continue
+            forget(ours)
+            found += bool(store.delete_conversation(ident))
+    for client in others.values():
+        client.close()
+    return found
