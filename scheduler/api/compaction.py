@@ -22,6 +22,7 @@ from scheduler.api.items import new_id
 from scheduler.api.lineage import find_lineage
 from scheduler.api.lookup import find_job
 from scheduler.api.prompt import is_empty
+from scheduler.api.references import resolved
 from scheduler.api.schema import Input, Name, ResponseRequest, Shape, Text, items_of
 from scheduler.api.summary import seal
 from scheduler.api.view import response_object
@@ -56,7 +57,8 @@ def add_to(routes: APIRouter, backend: Backend) -> None:
         """The conversation as a list of items to go on from: user messages and a summary."""
         question = {"type": "message", "role": "user", "content": PROMPT}
         given = body.model_dump(exclude_none=True, exclude={"input", "max_output_tokens"})
-        past = items_of(body.input) if body.input is not None else []
+        given_items = await run_in_threadpool(resolved, backend, body.input or [])
+        past = items_of(given_items)
         if is_empty(past) and body.previous_response_id is None:
             raise bad("there is nothing to compact: give input or previous_response_id", "input")
         wanted = ResponseRequest.model_validate(

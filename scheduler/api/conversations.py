@@ -13,6 +13,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.lineage import divided
 from scheduler.api.lookup import Order, conversation_items, find_conversation, page
+from scheduler.api.references import resolved
 from scheduler.api.schema import ConversationUpdate, NewConversation, NewItems, items_of, media_at
 from scheduler.record import LIVE
 
@@ -29,12 +30,13 @@ def router(backend: Backend) -> APIRouter:
         items = body.items or []
         if (where := media_at(items)) is not None:
             raise bad(f"this model takes text only: leave out {where}", "items")
+        stored = items_of(resolved(backend, items, "items"))
         with backend.store() as store:
             record = store.create_conversation(
                 f"conv_{uuid.uuid4().hex}",
                 owner=current().owner,
                 metadata=dict(body.metadata or {}),
-                items=items_of(items),
+                items=stored,
                 node=backend.decode_node(),
             )
         return conversation_object(record)
@@ -109,7 +111,7 @@ def router(backend: Backend) -> APIRouter:
         if (where := media_at(body.items)) is not None:
             raise bad(f"this model takes text only: leave out {where}", "items")
         _refuse_busy(backend, conversation_id)
-        items = items_of(body.items)
+        items = items_of(resolved(backend, body.items, "items"))
         with backend.store() as store:
             store.update_conversation(conversation_id, add_items=items)
         return page(items, len(items), "asc", None)

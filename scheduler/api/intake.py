@@ -18,6 +18,7 @@ from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
 from scheduler.api.placement import find_place, priority_of
 from scheduler.api.prompt import Prompt, is_empty
+from scheduler.api.references import resolved
 from scheduler.api.schema import ResponseRequest, items_of, media_at
 from scheduler.api.shaping import Shaping, shape
 from scheduler.api.turn_prompt import turn_prompt
@@ -63,7 +64,7 @@ def accept(
         digest = _digest(body)
     if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
         return known
-    items = items_of(body.input)
+    items = items_of(resolved(backend, body.input))
     _refuse_empty(body, items, waiting=body.conversation_id is not None)
     with notes.stage("pictures"):
         backend.pictures.take_in(items)
@@ -137,7 +138,7 @@ def count_tokens(backend: Backend, body: ResponseRequest) -> int:
     """Tokens that the prompt of this request would have. Raises Fault as `accept` does."""
     body, _ = heads.normalise(backend.config.api.normalise_head, body)
     _refuse_unsupported(backend, body, backend.model(body.model))
-    items = items_of(body.input)
+    items = items_of(resolved(backend, body.input))
     _refuse_empty(body, items, waiting=body.conversation_id is not None)
     backend.pictures.take_in(items)
     shaping = shape(backend.tokenizer, body)

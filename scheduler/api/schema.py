@@ -150,8 +150,18 @@ class CompactionItem(Shape):
         return value
 
 
+class ItemReference(Shape):
+    """What a response wrote, by the id of the item alone."""
+
+    type: Literal["item_reference"] | None = None
+    id: Name
+
+
 def _kind_of_item(value: Any) -> str:
-    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "")
+    if not isinstance(value, dict):
+        return f"«{getattr(value, 'type', None) or 'item_reference'}»"
+    bare = "id" in value and "role" not in value and "content" not in value
+    kind = value.get("type") or ("item_reference" if bare else "message")
     return f"«{kind}»"
 
 
@@ -160,12 +170,13 @@ Item = Annotated[
     | Annotated[CallItem, Tag("«function_call»")]
     | Annotated[CallOutputItem, Tag("«function_call_output»")]
     | Annotated[ReasoningItem, Tag("«reasoning»")]
-    | Annotated[CompactionItem, Tag("«compaction»")],
+    | Annotated[CompactionItem, Tag("«compaction»")]
+    | Annotated[ItemReference, Tag("«item_reference»")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_type",
         custom_error_message="items here are message, function_call, function_call_output, "
-        "reasoning or compaction",
+        "reasoning, compaction or item_reference",
     ),
 ]
 Items = Annotated[list[Item], Field(max_length=MAX_IDS)]
@@ -342,11 +353,14 @@ class NewItems(Shape):
     items: Annotated[list[Item], Field(min_length=1, max_length=20)]
 
 
-AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem | CompactionItem
+AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem | CompactionItem | ItemReference
 
 
 def items_of(value: str | list[AnyItem]) -> list[dict[str, Any]]:
-    """Input in its stored form: a list of items, each with an id of its own."""
+    """Input in its stored form: a list of items, each with an id of its own.
+
+    What is named only must have been put in its place (`scheduler.api.references`).
+    """
     if isinstance(value, str):
         value = [MessageItem(role="user", content=[TextPart(type="input_text", text=value)])]
     return [_stored(item) for item in value]
@@ -362,6 +376,7 @@ def _stored(item: AnyItem) -> dict[str, Any]:
             "status": "completed",
             "content": _parts(item.content, written),
         }
+    assert not isinstance(item, ItemReference), "a reference is resolved before"
     stored = item.model_dump(exclude_none=True)
     if isinstance(item, CallOutputItem):
         if not isinstance(item.output, str):

@@ -368,3 +368,28 @@ def test_what_waits_in_a_conversation_needs_no_input(stack: Stack, client: OpenA
 
 def test_the_smallest_top_p_is_taken(client: OpenAI) -> None:
     assert client.responses.create(model="test-model", input="x", top_p=0).top_p == 0
+
+
+def test_items_may_be_named(stack: Stack, client: OpenAI) -> None:
+    first = client.responses.create(model="test-model", input="Hi")
+    hello: Any = {"role": "user", "content": "Hi"}
+    named: Any = {"type": "item_reference", "id": first.output[0].id}
+    more: Any = {"role": "user", "content": "And?"}
+    given = [hello, named, more]
+    counted = client.responses.input_tokens.count(model="test-model", input=given)
+    second = client.responses.create(model="test-model", input=given)
+    prompt = stack.workers.prompts[second.id]
+    past = stack.store.turn_ids(first.id)
+    assert prompt[: len(past)] == past
+    assert counted.input_tokens == len(prompt)
+    name = client.conversations.create(items=[hello, {"id": first.output[0].id}]).id  # type: ignore[list-item]  # as older clients send it
+    client.conversations.items.create(name, items=[named])
+    items = client.conversations.items.list(name, order="asc")
+    texts = [item.content[0].text for item in items]  # type: ignore[union-attr]  # all are messages
+    assert texts == ["Hi", first.output_text, first.output_text]
+    for wrong in ("msg_x", "msg_" + "0" * 32, first.output[0].id + "_7"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.create(
+                model="test-model", input=[{"type": "item_reference", "id": wrong}, more]
+            )
+        assert caught.value.param == "input[0].id"
