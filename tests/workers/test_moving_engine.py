@@ -23,7 +23,7 @@ from scheduler.nodes import Node, Nodes, Presence
 from scheduler.record import Job
 from scheduler.runs import Runs
 from store.remote import Remote
-from store.rpc import Server, serve
+from store.serving import Server, serve
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from worker_decode.moving import Moving, clear_strays
