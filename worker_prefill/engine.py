@@ -164,6 +164,7 @@ class Engine:
                 nbytes=begun.nbytes(layout, stop if late is None else late.reach(job)),
                 block_tokens=layout.block_tokens,
                 start=begun.first(layout),
+                apart=begun.apart_bytes(layout),
             )
         return Passage(begun, job.prompt_ids, layout, handoff, notes, answers=late is not None)
 

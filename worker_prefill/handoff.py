@@ -69,11 +69,13 @@ class Links:
         nbytes: int,
         block_tokens: int,
         start: int = 0,
+        apart: int = 0,
     ) -> Handoff:
         """A hand-off of `tokens` positions to the job's decode node, offered at once if it is up.
 
         Where it is not, pieces are kept and offered again at the end of the prefill. Rows before
-        `start` are there already.
+        `start` are there already. `apart`: bytes of snapshots within the prompt, which are left
+        out where the decode node has no memory for them.
         """
         offer = {
             "response": job.id,
@@ -84,7 +86,7 @@ class Links:
             "start": start,
         }
         # A job that runs again makes a new transfer: its older one may have been acknowledged.
-        return Handoff(self, job.node, f"{job.id}-{job.run[:8]}", offer)
+        return Handoff(self, job.node, f"{job.id}-{job.run[:8]}", offer, apart)
 
     def borrow(
         self, job: Job, *, fingerprint: bytes, nbytes: int, check: Callable[[], None]
@@ -187,8 +189,11 @@ def _rate(nbytes: int, seconds: float) -> dict[str, float]:
 class Handoff:
     """One state on its way. `send` never raises: a link that fails is tried again at the end."""
 
-    def __init__(self, links: Links, node: str, name: str, offer: dict[str, Any]) -> None:
+    def __init__(
+        self, links: Links, node: str, name: str, offer: dict[str, Any], apart: int = 0
+    ) -> None:
         self._links = links
+        self._apart = apart
         self._node = node
         self._name = name
         self._offer = offer
@@ -200,6 +205,8 @@ class Handoff:
 
     def send(self, pieces: Sequence[Piece]) -> None:
         """Queue rows; they leave in the background. Kept until the receiver has acknowledged."""
+        if not self._apart:
+            pieces = _rows(pieces)
         self._pieces += pieces
         if self._transfer is not None:
             self._push(pieces)
@@ -256,11 +263,15 @@ class Handoff:
         self._attempt += 1
         try:
             link = self._links.link(self._node)
-            self._transfer = link.offer(self._name, attempt=self._attempt, **self._offer)
+            offer = {**self._offer, "nbytes": self._offer["nbytes"] + self._apart}
+            self._transfer = link.offer(self._name, attempt=self._attempt, **offer)
         except LinkError as error:
             self._failed(error)
             if isinstance(error, Refused) and error.code in ("fingerprint", "version"):
                 self._attempt = ATTEMPTS  # no later attempt would fare better
+            elif isinstance(error, Refused) and error.code == "memory" and self._apart:
+                self._apart = 0
+                self._pieces = _rows(self._pieces)
 
     def _push(self, pieces: Sequence[Piece]) -> None:
         if self._transfer is None:
@@ -276,3 +287,8 @@ class Handoff:
             self._transfer = None
         self._errors.append(str(error))
         log.warning("hand-off of %s, attempt %d: %s", self._name, self._attempt, error)
+
+
+def _rows(pieces: Sequence[Piece]) -> list[Piece]:
+    """Without the snapshots within a prompt."""
+    return [piece for piece in pieces if piece.header.kind == "rows"]

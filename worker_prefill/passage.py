@@ -46,9 +46,11 @@ class Begun:
 
     def nbytes(self, layout: Layout, tokens: int) -> int:
         """The most bytes that travel of a state that grows to `tokens` tokens."""
-        snapshots = (layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in self.apart)
-        rows = layout.rows_bytes(0, self.first(layout))
-        return layout.state_bytes(tokens) - rows + sum(snapshots)
+        return layout.state_bytes(tokens) - layout.rows_bytes(0, self.first(layout))
+
+    def apart_bytes(self, layout: Layout) -> int:
+        """Bytes of the snapshots at the marks."""
+        return sum(layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in self.apart)
 
 
 class Passage:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
-from decode_kit import contents, make_job, state_of
+from decode_kit import asking, contents, make_job, state_of, tiny
 from redis_kit import Server, eventually
 from tiny_models import prompt
 
@@ -22,6 +23,7 @@ from scheduler.runs import Cancelled
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from worker_decode.inbox import Inbox
+from worker_decode.marks import marks_of
 from worker_decode.memory import Memory
 from worker_decode.states import restore
 from worker_prefill.engine import Engine
@@ -127,6 +129,37 @@ def test_the_promise_covers_every_length(
         assert prefill(model, links, job)()["attempts"] == 1
         arrived(nodes[0], model, job)
     assert nodes[0].receiver.stats()["links"] == 1  # one link for all
+
+
+def test_states_inside_a_prompt_are_left_out_where_there_is_no_room(
+    links: Links, redis_url: str, nodes: list[DecodeNode]
+) -> None:
+    """The state itself still comes over, though at the end."""
+    model = tiny("qwen3_next")
+    model.__dict__["layout"] = replace(model.layout, value_bytes=1)
+    layout = model.layout
+    request = asking(4, prompt={"last": 320})
+    job = make_job(prompt(600), request=request)
+    marks = marks_of(job, layout, 4)
+    assert marks.before
+    rows_and_snapshot = layout.state_bytes(599) + (1 << 20)
+    nodes.append(DecodeNode(redis_url, model, "a", rows_and_snapshot + 10_000))
+    engine = Engine(model, links, CHUNK, snapshots=4)
+    facts = engine.prefill(Execution(job), job, lambda _: False)()
+    assert (facts["path"], facts["attempts"]) == ("tcp", 2)
+    assert "no memory" in facts["errors"][0]
+    pieces = nodes[0].inbox.take(job.id)
+    assert pieces is not None
+    assert [piece.header.kind for piece in pieces].count("snapshot") == 1
+    assert restore(model, pieces, job.prompt_ids).ids == job.prompt_ids[:-1]
+    # With room for them they come along.
+    nodes[0].memory.limit = 1 << 26
+    again = make_job(prompt(600), request=request)
+    assert engine.prefill(Execution(again), again, lambda _: False)()["attempts"] == 1
+    pieces = nodes[0].inbox.take(again.id)
+    assert pieces is not None
+    stops = [piece.header.stop for piece in pieces if piece.header.kind == "snapshot"]
+    assert stops == [*marks.before, 599]
 
 
 def test_one_token_has_no_state(llama: Model, links: Links) -> None:
