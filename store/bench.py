@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from store.blocks import PART_BYTES
 from store.errors import StoreError
+from store.parts import PART_BYTES
 from store.paths import data_dir
 from store.store import Store
 from store.taken import taken

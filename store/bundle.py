@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING, Any
 import msgpack
 import xxhash
 
-from store.blocks import ROOT
 from store.codec.header import MAX_HEADER, MAX_PAYLOAD, CodecError, Piece, parse
 from store.errors import StoreError
+from store.objects import ROOT
 from store.renaming import placed, renamed
 from store.turns import Turn
 

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from store.blocks import PART_BYTES, ROOT, ROWS, Record, index_key, seal
 from store.codec.header import CodecError, chain, parse, root
 from store.environment import Environment, Txn
 from store.errors import StoreError
+from store.objects import ROOT, ROWS, Record, index_key
+from store.parts import PART_BYTES, seal
 from store.states import State, place_key, use_key
 from store.tree_check import check_tree
 from store.turns import unpack_ids
@@ -128,7 +129,7 @@ def verify_object(store: Store, ident: bytes, record: Record) -> None:
     for number in range(record.parts):
         into = memoryview(bytearray(min(left, PART_BYTES)))
         with store.environment.read() as txn:
-            digests.append(store.blocks.copy_part(txn, ident, record, number, into))
+            digests.append(store.blocks.values.copy(txn, ident, record, number, into))
         left -= len(into)
     if seal(digests) != record.seal:
         raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")

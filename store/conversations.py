@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 
 from store import pages
-from store.blocks import owner_tag
 from store.environment import Environment, Txn
 from store.errors import StoreError
+from store.objects import owner_tag
 from store.turns import Turn, Turns, check_id
 
 MAX_CONTENTS = 64 << 20

@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from store.blocks import Blocks, Record
+from store.blocks import Blocks
 from store.codec.header import Header, parse
 from store.environment import Txn
+from store.objects import Record
 
 KEPT = 4096
 """Headers kept, of about a kilobyte each; the ones longest kept go first."""

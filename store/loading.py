@@ -18,12 +18,14 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from store import cold
-from store.blocks import KINDS, PART_BYTES, ROWS, Blocks, Record, part_seed, seal
+from store.blocks import Blocks
 from store.codec.header import CodecError, Header, Piece
 from store.codec.parted import CAN_SCATTER, Parted, Placed, Seal
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.heads import Heads
+from store.objects import KINDS, ROWS, Record
+from store.parts import PART_BYTES, part_seed, seal
 from store.states import Pins, StateRef
 
 log = logging.getLogger(__name__)
@@ -189,8 +191,8 @@ class StateReader:
             return Piece(header, memoryview(self._blocks.small_payload(txn, ident, record)))
         if record.parts > 1 and header.kind == "rows":
             return Piece(header, self._payload(ident, record))  # of a model with very wide rows
-        parts = self._blocks.view_parts(txn, ident, record)
-        places = self._blocks.places(parts) if CAN_SCATTER else []
+        parts = self._blocks.values.view(txn, ident, record)
+        places = self._blocks.values.places(parts) if CAN_SCATTER else []
         if len(parts) == 1:
             view = parts[0].view
             return Placed(header, view, places[0]) if places else Piece(header, view)
@@ -281,7 +283,7 @@ class StateReader:
         for number in range(record.parts):
             into = payload[number * PART_BYTES : (number + 1) * PART_BYTES]
             with self._environment.read() as txn:
-                digests.append(self._blocks.copy_part(txn, ident, record, number, into))
+                digests.append(self._blocks.values.copy(txn, ident, record, number, into))
         if seal(digests) != record.seal:
             raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
         return payload

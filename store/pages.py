@@ -9,11 +9,14 @@ carries its length and a checksum seeded with its key, so a damaged or misplaced
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from store.environment import Environment, Txn
 from store.errors import StoreError
+
+if TYPE_CHECKING:
+    from store.environment import Environment, Txn
 
 _HEAD = struct.Struct("<IQ")
 _PART = struct.Struct(">H")

@@ -19,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from store.blocks import ROOT, Blocks, Record
+from store.blocks import Blocks
 from store.codec.chain import Chain
 from store.codec.header import parse, root
 from store.environment import Environment, Txn
+from store.objects import ROOT, Record
 from store.states import INSIDE, PREAMBLE, State, States
 
 LEAST_TOKENS = 16

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from store.blocks import ROOT, Blocks, Record, owner_tag
+from store.blocks import Blocks
 from store.environment import RESERVE_BYTES, VALUE_BYTES, Environment, Txn
 from store.errors import OverBudget, StoreFull
 from store.eviction import STATES_PER_COMMIT, Evictor
+from store.objects import ROOT, Record, owner_tag
 from store.states import States
 
 DAYS_KEPT = 31

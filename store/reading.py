@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from store.blocks import Blocks, owner_tag
+from store.blocks import Blocks
 from store.environment import Environment, Txn
 from store.errors import StoreError
 from store.heads import Heads
 from store.loading import Buffers, StateReader
+from store.objects import owner_tag
 from store.prefixes import Prefix, Prefixes, Served
 from store.states import INSIDE, Pins, State, StateRef, States
 from store.turns import Turns, pack_ids

@@ -15,12 +15,13 @@ from functools import partial
 from itertools import pairwise
 
 from store import pages
-from store.blocks import ROOT, SNAPSHOT, Blocks, Prepared, Record, owner_tag, prepare
+from store.blocks import Blocks
 from store.codec.header import Piece
 from store.conversations import Conversations
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import MapFull, StoreError, StoreGap
 from store.eviction import Evictor
+from store.objects import ROOT, SNAPSHOT, Prepared, Record, owner_tag, prepare
 from store.quotas import Quotas, Wear, stored_bytes
 from store.reuse import MAX_DEPTH
 from store.states import Pins, State, States
@@ -271,7 +272,7 @@ class Saver:
             else:
                 steps.append(partial(self._blocks.begin, item=item))
             for number in range(item.record.parts):
-                steps.append(partial(self._blocks.write_part, item=item, number=number))
+                steps.append(partial(self._blocks.values.write, item=item, number=number))
                 weight += 1
                 if weight == PARTS_PER_COMMIT:
                     self._guarded(partial(_run, steps=steps))

@@ -6,8 +6,8 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from store.blocks import ROOT
 from store.cold import resident_of
+from store.objects import ROOT
 from store.quotas import stored_bytes
 from store.states import INSIDE, PREAMBLE
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from store import pages
-from store.blocks import Blocks, owner_tag
+from store.blocks import Blocks
 from store.bundle import export_conversation, import_conversation
 from store.check import Report, check
 from store.codec.header import Piece
@@ -21,6 +21,7 @@ from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.errors import StoreError
 from store.eviction import Evictor
 from store.loading import Buffers, StateReader, plain_buffer
+from store.objects import owner_tag
 from store.prefixes import Prefix, Served, state_name
 from store.quotas import Limits, Quotas, Wear
 from store.reading import Reading

@@ -15,13 +15,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from sys import byteorder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from store import pages
-from store.environment import Environment, Txn
 from store.errors import StoreError
+
+if TYPE_CHECKING:
+    from store.environment import Environment, Txn
 
 MAX_ID = 80
 _LINK = struct.Struct("<QI?")

@@ -8,8 +8,8 @@ import threading
 import time
 from itertools import islice
 
-from store.blocks import ROOT
 from store.errors import StoreError
+from store.objects import ROOT
 from store.store import Store
 
 log = logging.getLogger(__name__)
@@ -77,5 +77,5 @@ class Warming:
             # One value in each transaction: a save must not wait for pages that this one pins.
             for number in range(record.parts):
                 with store.environment.read() as txn:
-                    store.blocks.touch(txn, ident, number)
+                    store.blocks.values.touch(txn, ident, number)
         return True

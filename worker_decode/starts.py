@@ -12,9 +12,9 @@ from engine.model import Model
 from engine.prefill import expand_schedule, plan, plan_through
 from scheduler.record import Job
 from scheduler.runs import SendBack
-from store.blocks import ROWS
 from store.codec.header import CodecError, Piece
 from store.errors import StoreError
+from store.objects import ROWS
 from store.store import Store
 from worker_decode.behind import Behind
 from worker_decode.early import Early

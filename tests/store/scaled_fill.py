@@ -42,10 +42,11 @@ store.environment.VALUE_BYTES = VALUE_PAGES * PAGE - 16
 
 from made_states import MODEL, conversation_id, make_turn  # noqa: E402
 
-from store.blocks import PART_BYTES, ROOT  # noqa: E402
 from store.codec.chain import Chain  # noqa: E402
 from store.codec.header import Header, Leaf, Piece, root  # noqa: E402
 from store.errors import MapFull  # noqa: E402
+from store.objects import ROOT  # noqa: E402
+from store.parts import PART_BYTES  # noqa: E402
 from store.store import Store  # noqa: E402
 
 BLOCK_TOKENS = 80

@@ -52,9 +52,9 @@ from pathlib import Path
 import pytest
 from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
-from store.blocks import PART_BYTES
 from store.environment import Environment
 from store.errors import StoreError, StoreFull
+from store.parts import PART_BYTES
 from store.store import Store
 
 SIZE = 96 << 20
@@ -164,7 +164,7 @@ def test_evicted_between_finding_and_reading(store: Store) -> None:
 def test_keys_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from made_states import make_state\n"
-        "from store.blocks import ROOT, object_id\n"
+        "from store.objects import ROOT, object_id\n"
         "rows, snapshot = make_state(range(50))\n"
         "print([object_id(ROOT, piece.header).hex() for piece in (*rows, snapshot)])\n"
     )

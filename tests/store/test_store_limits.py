@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from made_states import MODEL, conversation_id, make_state, make_turn
 
-from store.blocks import PART_BYTES
 from store.errors import OverBudget, StoreFull
+from store.parts import PART_BYTES
 from store.quotas import Limits
 from store.store import Store
 from store.warming import Warming

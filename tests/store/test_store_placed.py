@@ -11,14 +11,15 @@ import mlx.core as mx
 import pytest
 
 from store import heads, pages
-from store.blocks import Blocks, Record
 from store.codec import memory, reference
 from store.codec.layout import Layout
 from store.codec.pack import Exporter
 from store.codec.parted import CAN_SCATTER, Place
 from store.codec.unpack import Importer
+from store.objects import Record
 from store.store import Store
 from store.turns import Turn
+from store.values import Values
 
 MODEL = b"\0" * 16
 TOKENS = 1000
@@ -80,7 +81,7 @@ def test_the_same_bytes_whichever_way_they_come(
 
     monkeypatch.setattr(Place, "scatter", noted)
     if way == "unknown":
-        monkeypatch.setattr(Blocks, "places", lambda self, views: [])
+        monkeypatch.setattr(Values, "places", lambda self, views: [])
     if way == "one thread":
         monkeypatch.setattr(memory, "_THREADS", 1)
     caches = restored(store, layout)

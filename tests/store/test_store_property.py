@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
-from store.blocks import owner_tag
 from store.errors import StoreError, StoreFull
+from store.objects import owner_tag
 from store.prefixes import Prefix, state_name
 from store.store import Store
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from made_states import MODEL, conversation_id, make_state, make_turn, payloads
 
-from store.blocks import PART_BYTES, SMALL_BYTES
 from store.codec.header import CodecError, Piece
 from store.codec.parted import Parted
 from store.environment import VALUE_BYTES
 from store.errors import StoreError, StoreFull, StoreGap
+from store.objects import SMALL_BYTES
+from store.parts import PART_BYTES
 from store.store import Store
 
 SIZE = 256 << 20
@@ -312,7 +313,7 @@ def test_an_interrupted_save_leaves_nothing(store: Store, monkeypatch: pytest.Mo
     store.save_state(turn, *make_state(range(40)))
     monkeypatch.setattr("store.saving.PARTS_PER_COMMIT", 1)
     calls = 0
-    original = store.blocks.write_part
+    original = store.blocks.values.write
 
     def failing(*args: object, **kwargs: object) -> None:
         nonlocal calls
@@ -321,7 +322,7 @@ def test_an_interrupted_save_leaves_nothing(store: Store, monkeypatch: pytest.Mo
             raise OSError("the disk said no")
         original(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(store.blocks, "write_part", failing)
+    monkeypatch.setattr(store.blocks.values, "write", failing)
     with pytest.raises(OSError, match="said no"):
         store.save_state(turn, *make_state(range(90), snapshot_bytes=6 * PART_BYTES))
     assert store.stats()["pending"] == 0
