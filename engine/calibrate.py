@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, models_dir, resolve
+from engine.library import DEFAULT_MODEL, resolve
+from store.paths import models_dir
 
 if TYPE_CHECKING:
     from engine.model import Model

@@ -31,11 +31,6 @@ POLL_SECONDS = 0.1
 Progress = Callable[[str, int, int], None]
 
 
-def models_dir() -> Path:
-    """Where the commands that measure look for models: `TANDEM_MODELS`, else the user's cache."""
-    return Path(os.environ.get("TANDEM_MODELS") or Path.home() / ".cache/tandem/models")
-
-
 def resolve(name: str, models_dir: Path, progress: Progress | None = None) -> Path:
     """The directory of the model `name`, fetched first if need be.
 

@@ -42,7 +42,7 @@ from scheduler.sections import (
     StoreConfig,
     UpkeepConfig,
 )
-from store.paths import runtime_dir
+from store import paths
 
 __all__ = [
     "Config",
@@ -68,20 +68,11 @@ def default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "tandem"
 
 
-def default_models_dir() -> Path:
-    """Where converted and downloaded models lie; shared by all stacks of a user."""
-    if env := os.environ.get("TANDEM_MODELS"):
-        return Path(env)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "tandem" / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "models"
-
-
 class Config(Section):
     """Everything a Tandem process needs to know before it starts."""
 
     data_dir: Path = Field(default_factory=default_data_dir)
-    models_dir: Path = Field(default_factory=default_models_dir)
+    models_dir: Path = Field(default_factory=paths.models_dir)
     node: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,30}$")] = Field(
         "local", description="name of this machine among Tandem's nodes"
     )
@@ -135,7 +126,7 @@ class Config(Section):
     @property
     def runtime_dir(self) -> Path:
         """Directory of this stack's sockets."""
-        return runtime_dir(self.data_dir)
+        return paths.runtime_dir(self.data_dir)
 
     @property
     def decode_queue(self) -> str:

@@ -1,4 +1,4 @@
-"""Where a stack's store and its owner's socket lie, by the same rule as the configuration's."""
+"""Where a stack's store, its owner's socket and models lie: the rule for all rooms."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def data_dir(given: str | None = None) -> Path:
         return Path.home() / "Library" / "Application Support" / "tandem"
     base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(base).absolute() / "tandem"
+
+
+def models_dir() -> Path:
+    """Where fetched and converted models lie, shared by all stacks of a user.
+
+    TANDEM_MODELS, else the platform's place for what can be fetched again.
+    """
+    if chosen := os.environ.get("TANDEM_MODELS"):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tandem" / "models"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base).absolute() / "tandem" / "models"
 
 
 def store_dir(data: Path) -> Path:

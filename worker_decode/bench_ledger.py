@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, models_dir, resolve
+from engine.library import DEFAULT_MODEL, resolve
 from scheduler.host.redis_server import RedisUnavailable
+from store.paths import models_dir
 
 SECONDS = 10.0
 

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from engine.errors import ModelError
-from engine.library import DEFAULT_MODEL, models_dir, resolve
+from engine.library import DEFAULT_MODEL, resolve
 from scheduler.config import Config
 from scheduler.host.stack import Stack, StackFailed, free_port
+from store.paths import models_dir
 
 if TYPE_CHECKING:
     from engine.profile import Profile

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 from store.codec.header import FORMAT, LAYOUT_VERSION, CodecError
 from store.meter import work
+from store.paths import models_dir
 
 WEIGHTS = (".safetensors", ".gguf", ".npz")
 TEXTS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
@@ -53,8 +54,8 @@ def fingerprint(
 ) -> bytes:
     """The fingerprint, 16 bytes, of the model in `model_dir` under the settings in `extra`.
 
-    `cache_dir` takes the record where `model_dir` cannot be written (default: the environment's
-    TANDEM_MODELS, or ~/.cache/tandem/models). Raises CodecError where the directory has no
+    `cache_dir` takes the record where `model_dir` cannot be written (default: where
+    models lie). Raises CodecError where the directory has no
     config or no weights, or a weight file is damaged.
     """
     work("fingerprints")
@@ -171,7 +172,7 @@ def _even_spans(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _fallback(model_dir: Path, cache_dir: Path | None) -> Path:
-    base = cache_dir or Path(os.environ.get("TANDEM_MODELS") or "~/.cache/tandem/models")
+    base = cache_dir or models_dir()
     name = hashlib.blake2b(str(model_dir.resolve()).encode(), digest_size=12).hexdigest()
     return base.expanduser() / "fingerprints" / f"{name}.json"
 

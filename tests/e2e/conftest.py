@@ -9,13 +9,13 @@ import pytest
 from stack_kit import Running, running
 
 from engine.library import DEFAULT_MODEL, resolve
-from scheduler.config import default_models_dir
+from store.paths import models_dir
 
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The default model, fetched if it is not here yet."""
-    return resolve(DEFAULT_MODEL, default_models_dir())
+    return resolve(DEFAULT_MODEL, models_dir())
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import pytest
 
 from engine.errors import ModelError
 from engine.library import DEFAULT_MODEL, resolve
-from scheduler.config import default_models_dir
+from store.paths import models_dir
 from worker_prefill import bench
 
 
 @pytest.mark.rotate(5)
 def test_the_gap_is_set_against_two_steps_and_the_wire(tmp_path: Path) -> None:
-    model = resolve(DEFAULT_MODEL, default_models_dir())
+    model = resolve(DEFAULT_MODEL, models_dir())
     found = bench.run(model, tmp_path, rounds=1, tokens=64)
     (each,) = found["rounds"]
     assert bench.BEFORE <= each["said_there"] < 64
