@@ -242,13 +242,6 @@ def run(model: Path, out: Path, shared: bool) -> int:
             print(role, "worker beside the other:", profile["beside"], flush=True)
             (kept / f"{role}.json").write_text(json.dumps(profile, indent=1) + "\n")
         alone, pasts = serve(beside_it(model, before["decode"], folder), folder, shared)
-        if not quiet(before, calibrate(model, shared, beside=False)):
-            print(
-                f"rates changed by more than {QUIET:.0%} while the run was recorded: other "
-                "programs ran on this machine. Nothing is written; record again when it is quiet.",
-                file=sys.stderr,
-            )
-            return 1
         history.write(folder / "alone.jsonl", alone)
         history.write(kept / "history.jsonl", pasts)
         flags = ["--chunk", str(CHUNK), "--shared"]
@@ -258,9 +251,19 @@ def run(model: Path, out: Path, shared: bool) -> int:
             profiles += [f"--{role}", str(kept / f"{role}.json")]
         if tandem(["history", "rates", str(folder / "alone.jsonl"), *profiles, *flags[:2]]):
             return 1
-        shutil.copytree(kept, out, dirs_exist_ok=True)
         words = ["simulate", "--history", str(kept / "history.jsonl"), *profiles, *flags]
-        return tandem([*words, "--compare"])
+        if tandem([*words, "--compare"]):
+            return 1
+        if not quiet(before, calibrate(model, shared, beside=False)):
+            print(
+                f"rates changed by more than {QUIET:.0%} while the run was recorded: other "
+                "programs ran on this machine. Nothing is written; record again when it is quiet.",
+                file=sys.stderr,
+            )
+            return 1
+        shutil.copytree(kept, out, dirs_exist_ok=True)
+        print(f"written to {out}")
+        return 0
 
 
 def main() -> int:
