@@ -177,6 +177,7 @@ class DecodeLoop(LoopWorker):
                 self._settle_after(execution, partial(self._give_back, execution))
                 continue
             try:
+                execution.job.check_whole()
                 self._engine.add(execution, execution.job)
             except SendBack as error:
                 log.info("%s goes back to prefill: %s", execution.job.id, error)
@@ -355,16 +356,16 @@ class DecodeLoop(LoopWorker):
 
     def _take_from(self, client: redis.Redis, runs: Runs) -> None:
         pause = 0.05
+        execution: Execution | None = None
         while not self.stopping or self._pass_on():
             with self._changed:
                 if self._wanted <= 0:
                     self._changed.wait(0.2)
                     continue
             try:
-                taking = Meter()
-                with charge(taking):
-                    job = runs.take(self.queue, self.name, self.holder)
-                if job is None:
+                if execution is None:
+                    execution = self._taken(runs)
+                if execution is None:
                     if not self.stopping:
                         wait_for_work(client, self.queue)
                     elif not self._rows and not self._inbox:
@@ -372,23 +373,48 @@ class DecodeLoop(LoopWorker):
                     else:
                         self._served.wait(0.05)
                     continue
-                execution = Execution(
-                    job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
-                )
-                execution.notes.meter.take(taking)
-                self.hold(execution)
-                if job.first_token_at is not None:
-                    with execution.notes.stage("replay"), charge(execution.notes.meter):
-                        execution.replay = events.replay(client, job.id, job.events)
-                if job.cancel:
-                    execution.mark_cancelled()
+                self._get_ready(client, execution)
                 pause = 0.05
-            except AWAY as error:
+            except AWAY as error:  # what was taken is held: it goes on from here
                 log.warning("Redis is away (%s)", error)
                 self._ended.wait(pause)
                 pause = min(2 * pause, 1.0)
+                continue
+            except Exception as error:  # this thread alone takes jobs: one must not end it
+                log.exception("take")
+                if execution is not None:
+                    self.fail(execution, error)
+                    execution = None
+                self._ended.wait(pause)
                 continue
             with self._changed:
                 self._inbox.append(execution)
                 self._wanted -= 1
                 self._changed.notify_all()
+            execution = None
+        if execution is not None:  # it was not made ready: it is given back with the others
+            with self._changed:
+                self._inbox.append(execution)
+
+    def _taken(self, runs: Runs) -> Execution | None:
+        """The next job of this node, whose lease is renewed from now on."""
+        taking = Meter()
+        with charge(taking):
+            job = runs.take(self.queue, self.name, self.holder)
+        if job is None:
+            return None
+        execution = Execution(
+            job, _emit=self._outbox.put, _progress=self._beat_now.set, first=job.events
+        )
+        execution.notes.meter.take(taking)
+        self.hold(execution)
+        return execution
+
+    def _get_ready(self, client: redis.Redis, execution: Execution) -> None:
+        """Find what an earlier run has said, and whether it was cancelled meanwhile."""
+        job = execution.job
+        if job.first_token_at is not None:
+            with execution.notes.stage("replay"), charge(execution.notes.meter):
+                execution.replay = events.replay(client, job.id, job.events)
+        if job.cancel:
+            execution.mark_cancelled()

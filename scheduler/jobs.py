@@ -5,7 +5,6 @@ Used by the API and the CLI. What workers do to jobs is in `scheduler.runs`.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable
 from typing import Any, cast
@@ -37,6 +36,7 @@ from scheduler.record import (
     Status,
     pack_ids,
     parse,
+    prompt_digest,
     unpack_ids,
 )
 from scheduler.serializer import pack
@@ -112,10 +112,8 @@ class Jobs:
             "prompt_tokens": tokens,
             "held_tokens": new.held_tokens,
             **({"route": pack(dict(new.route)), "extend": extend} if new.route else {}),
-            # Unfinished work for a prompt is found by it, and no owner finds another's.
-            "prompt_digest": hashlib.blake2b(
-                prompt, digest_size=16, key=new.owner.encode() if owned else b""
-            ).hexdigest(),
+            # Unfinished work for a prompt is found by it.
+            "prompt_digest": prompt_digest(prompt, new.owner),
             "cancel": 0,
         }
         args = {

@@ -159,6 +159,7 @@ class PrefillLoop(LoopWorker):
         self._parked.discard(job.id)
         try:
             self.check(execution, 0)
+            job.check_whole()
             tail = (
                 cast(DecodingEngine, self._engine).begin(execution, job, check, stay)
                 if stay is not None

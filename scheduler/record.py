@@ -12,12 +12,15 @@ import struct
 import sys
 import uuid
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from scheduler.ledger.notes import FIELD
+from scheduler.owners import MARK
 from scheduler.serializer import unpack
+
+T = TypeVar("T")
 
 Status = Literal[
     "queued",
@@ -233,6 +236,15 @@ class Job:
     taken_at: float = 0.0
     route: dict[str, Any] | None = None
     extend: str = ""
+    damaged: tuple[str, ...] = ()
+
+    def check_whole(self) -> None:
+        """Raise JobError where parts of the record cannot be what was written."""
+        if self.damaged:
+            raise JobError(
+                f"the record of {self.id} is damaged ({', '.join(self.damaged)}): send the request "
+                "again, and check the disk that holds Redis' file"
+            )
 
     @property
     def extends(self) -> bool:
@@ -261,23 +273,49 @@ class Job:
         return unpack_ids(self.prompt)
 
 
+def prompt_digest(prompt: bytes, owner: str) -> str:
+    """What a packed prompt is found by; no owner with a token finds another's."""
+    key = owner.encode() if owner.startswith(MARK) else b""
+    return hashlib.blake2b(prompt, digest_size=16, key=key).hexdigest()
+
+
 def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
-    """A Job from the fields of its record. Raises JobNotFound when there are none."""
+    """A Job from the fields of its record. Raises JobNotFound when there are none.
+
+    Redis' file has no checksums: what cannot be read is left empty, and named in `damaged`.
+    """
     if b"status" not in raw:
         raise JobNotFound(f"no job {resp}: check the id; results are kept for jobs.result_days")
+    damaged: list[str] = []
+
+    def read(name: str, how: Callable[[bytes], T], otherwise: T) -> T:
+        data = raw.get(name.encode())
+        if not data:
+            return otherwise
+        try:
+            return how(data)
+        except (ValueError, RecursionError):
+            damaged.append(name)
+            return otherwise
 
     def text(name: str) -> str:
-        return raw.get(name.encode(), b"").decode()
+        return read(name, bytes.decode, "")
 
     def number(name: str) -> int:
-        return int(raw.get(name.encode(), b"0"))
+        return read(name, int, 0)
+
+    def moment(name: str) -> float:
+        return read(name, float, 0.0)
 
     def packed(name: str) -> dict[str, Any] | None:
-        data = raw.get(name.encode())
-        return cast("dict[str, Any]", unpack(data)) if data else None
+        return read(name, _unpacked, None)
 
-    first = text("t_first_token")
-    return Job(
+    if prompt and raw.get(b"prompt_digest", b"") not in (
+        b"",
+        prompt_digest(prompt, text("owner")).encode(),
+    ):
+        damaged.append("prompt")
+    job = Job(
         id=resp,
         status=cast(Status, text("status")),
         stage=cast(Stage, text("stage")),
@@ -290,9 +328,9 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         queue=text("queue"),
         background=text("background") == "1",
         priority=cast(Priority, text("priority")),
-        created_at=float(text("created_at")),
-        times={s: float(text(f"t_{s}")) for s in STATUSES if text(f"t_{s}")},
-        first_token_at=float(first) if first else None,
+        created_at=moment("created_at"),
+        times={s: at for s in STATUSES if (at := moment(f"t_{s}"))},
+        first_token_at=moment("t_first_token") or None,
         prompt_tokens=number("prompt_tokens"),
         held_tokens=number("held_tokens"),
         prefilled_tokens=number("prefilled_tokens"),
@@ -311,8 +349,16 @@ def parse(resp: str, raw: Mapping[bytes, bytes], prompt: bytes = b"") -> Job:
         prompt=prompt,
         prefill_attempts=number("p_attempts"),
         ledger={k.decode()[len(FIELD) :]: v for k, v in raw.items() if k.startswith(_PIECE)},
-        enqueued_at=float(text("enqueued_at") or 0.0),
-        taken_at=float(text("taken_at") or 0.0),
+        enqueued_at=moment("enqueued_at"),
+        taken_at=moment("taken_at"),
         route=packed("route"),
         extend=text("extend"),
     )
+    return replace(job, damaged=tuple(damaged)) if damaged else job
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    found = unpack(data)
+    if not isinstance(found, dict):
+        raise ValueError("not what was packed")
+    return found

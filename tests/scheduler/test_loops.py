@@ -27,7 +27,7 @@ from rq.worker import BaseWorker
 from scheduler import events
 from scheduler.jobs import Jobs
 from scheduler.queue import rq_queue
-from scheduler.record import Job, NewJob, Status
+from scheduler.record import Job, NewJob, Stage, Status
 from scheduler.redis_client import connect
 
 #: Full counts instead of a sample.
@@ -126,6 +126,46 @@ def test_killed_at_a_point_the_job_ends_once(
     job = check_answer(client, jobs, new)
     assert job.attempts <= 2
     assert other.process.poll() is None
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+def test_a_job_survives_that_redis_goes_away_when_it_has_just_been_taken(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    stack("prefill")
+    new = new_job(answer=8)
+    jobs.accept(new)
+    victim = stack("decode", point="mid_decode", nth=5, step_s=0.005)
+    assert victim.process.wait(30) == -signal.SIGKILL
+    eventually(lambda: jobs.get(new.id).first_token_at, "it has said nothing")
+    stack("decode", away_at_replay=True)
+    check_answer(client, jobs, new)
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
+
+
+@pytest.mark.parametrize(
+    ("stage", "part"), [("prefill", "request"), ("decode", "handoff"), ("decode", "prompt")]
+)
+def test_a_damaged_record_costs_its_own_job_alone(
+    client: redis.Redis, jobs: Jobs, stack: Any, stage: Stage, part: str
+) -> None:
+    bad, good = new_job(stage=stage, tokens=20), new_job(stage=stage)
+    for new in (bad, good):
+        jobs.accept(new)
+    if part == "prompt":
+        client.setrange(f"tandem:prompt:{bad.id}", 8, b"\x63")
+    else:
+        client.hset(f"tandem:job:{bad.id}", part, b"\xc1\xff")
+    stack("prefill")
+    stack("decode")
+    check_answer(client, jobs, good)
+    ended = jobs.wait(bad.id, 60.0)
+    assert ended.status == "failed"
+    assert ended.error is not None
+    assert f"is damaged ({part})" in ended.error["message"]
+    assert {job.id for job in jobs.list()} == {bad.id, good.id}
     eventually(lambda: not client.exists("tandem:leases"), "leases are left")
     assert_idle(client)
 

@@ -172,6 +172,13 @@ def test_boot_takes_back_only_what_the_predecessor_had(
     assert rq_queue("prefill", client).job_ids == [f"{mine.id}-p"]
 
 
+def test_a_damaged_record_holds_up_no_boot(client: redis.Redis, jobs: Jobs, runs: Runs) -> None:
+    for _ in range(2):
+        jobs.accept(new_job())
+        client.hset(f"tandem:job:{take(runs, holder='prefill:local').id}", "request", b"\xc1")
+    assert dict(Reclaimer(client, runs.settings).at_boot("prefill:local")) == {"requeued": 2}
+
+
 def test_no_reclaim_in_the_first_lease_after_an_outage(
     client: redis.Redis, jobs: Jobs, runs: Runs
 ) -> None:
