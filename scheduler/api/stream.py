@@ -32,6 +32,8 @@ BACKLOG = 2000
 """Events kept in memory for one follower before it is sent back to the log."""
 AT_ONCE = 200
 """Events read from a log at once: others wait while they are decoded and written."""
+READERS = 16
+"""Logs that are read at the same time."""
 CHANNEL = "tandem:live"
 LISTEN_WITHIN = 5.0
 """Seconds to wait for the connection that hears events, before reading the log without it."""
@@ -99,6 +101,8 @@ class EventHub:
         self._wanted = asyncio.Event()
         self._hearing = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        # Each has a connection while it reads: clients that come back all at once share them.
+        self._readers = asyncio.Semaphore(READERS)
         self._up_at = time.monotonic()
         # One for all events: making one costs more than an event.
         self._unpacker = _unpacker()
@@ -168,7 +172,8 @@ class EventHub:
         """The log from an event on; waits out a short absence of Redis."""
         while True:
             try:
-                batch = await events.aread(self._client, response, after, count=AT_ONCE)
+                async with self._readers:
+                    batch = await events.aread(self._client, response, after, count=AT_ONCE)
             except (RedisError, OSError):
                 if time.monotonic() - self._up_at > LOST_AFTER:
                     raise
@@ -177,6 +182,10 @@ class EventHub:
             if not batch:
                 return
             yield batch
+            if len(batch) < AT_ONCE:
+                # What came since waits already. Reading until nothing is new would not end where
+                # steps are sooner than reads.
+                return
             after = batch[-1].seq
 
     async def _check(self, response: str) -> None:

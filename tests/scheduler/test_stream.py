@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import msgpack
 import pytest
@@ -134,6 +135,39 @@ def test_silence_is_told_and_ends_a_lost_last_word(
             with pytest.raises(LogLost, match="expired"):
                 await collect(made)
 
+    asyncio.run(run())
+
+
+def test_a_log_is_read_no_more_often_than_it_must_be(
+    client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = 0
+    read = stream.events.aread
+
+    async def slower_than_steps(*args: Any, **options: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        new = await read(*args, **options)
+        await asyncio.to_thread(writer.write, "b")
+        await until(lambda: all(f.waiting for g in made._followers.values() for f in g))
+        return new
+
+    writer = Writer(client)
+
+    async def run() -> None:
+        nonlocal made
+        monkeypatch.setattr(stream.events, "aread", slower_than_steps)
+        writer.write("a")
+        async with hub(redis_url) as made:
+            task = asyncio.create_task(collect(made))
+            await until(lambda: made._hearing.is_set() and reads > 0)
+            for _ in range(5):
+                await asyncio.to_thread(writer.write, "c")
+            await asyncio.to_thread(writer.end)
+            assert await task == list(range(writer.seq))
+        assert reads == 1
+
+    made: EventHub
     asyncio.run(run())
 
 
