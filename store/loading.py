@@ -31,6 +31,9 @@ from store.states import Pins, StateRef
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 _DAMAGED = object()
+BATCH_BYTES = 256 << 20
+"""Rows given at once, in one transaction: enough for all threads that copy to be busy, and little
+enough that pages freed meanwhile are soon used again."""
 _LOOK = 8
 """Of so many values one is looked at to find out whether a state is in memory."""
 
@@ -131,11 +134,12 @@ class StateReader:
         """Give all rows to `consume` and the snapshot to `finish` without a copy in between;
         `finish` gets None where only rows are read.
 
-        `consume` gets up to `batch` pieces in order. Both must verify and copy them (as the codec's
-        importer does) and keep no view of them: most are views of the map that end with the
-        call. Returns what `finish` gives, or None if something is damaged (see `report`): then
-        what was made is unfit for use, and a new reader, iterated, gives the longest verified
-        prefix. Raises CodecError where the bytes are as they were saved and are refused.
+        `consume` gets up to `batch` pieces of at most BATCH_BYTES in order. Both must verify and
+        copy them (as the codec's importer does) and keep no view of them: most are views of the
+        map that end with the call. Returns what `finish` gives, or None if something is damaged
+        (see `report`): then what was made is unfit for use, and a new reader, iterated, gives the
+        longest verified prefix. Raises CodecError where the bytes are as they were saved and are
+        refused.
         """
         began = time.perf_counter()
         result: T | None = None
@@ -143,7 +147,7 @@ class StateReader:
             self._bring()
             count = sum(record.kind == ROWS for _, record in self.objects)
             while self._at < count and not self.report.damage:
-                rows = self.objects[self._at : min(self._at + batch, count)]
+                rows = self._batch(count, batch)
                 if self._lend(rows, consume) is not _DAMAGED:
                     self.report.tokens = rows[-1][1].stop
                 self._at += len(rows)
@@ -160,6 +164,16 @@ class StateReader:
             self.close()
             self.report.seconds += time.perf_counter() - began
         return result
+
+    def _batch(self, stop: int, most: int) -> list[tuple[bytes, Record]]:
+        """The next objects before `stop`, at least one, in all at most BATCH_BYTES."""
+        end, nbytes = self._at, 0
+        while end < min(stop, self._at + most):
+            nbytes += self.objects[end][1].nbytes
+            if nbytes > BATCH_BYTES and end > self._at:
+                break
+            end += 1
+        return self.objects[self._at : end]
 
     def _lend(
         self, objects: list[tuple[bytes, Record]], consume: Callable[[Any], object]

@@ -404,3 +404,21 @@ def test_feeding_gives_the_same_without_a_copy(store: Store) -> None:
     assert store.stats()["damaged"] == 1
     store.save_state(turn, *state)
     assert loaded(store, turn) == payloads(*state)
+
+
+def test_what_is_given_at_once_is_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = add_turn(store, range(200))
+    state = make_state(range(190), row_bytes=60_000, snapshot_bytes=1000)
+    store.save_state(turn, *state)
+    monkeypatch.setattr("store.loading.BATCH_BYTES", 2 * 16 * 60_000)
+    sizes: list[int] = []
+    reader = store.load_state(turn, MODEL)
+    assert reader is not None
+    assert reader.feed(lambda pieces: sizes.append(len(pieces)), lambda _: True)
+    assert sizes == [2] * 6
+    monkeypatch.setattr("store.loading.BATCH_BYTES", 1)
+    sizes.clear()
+    reader = store.load_state(turn, MODEL)
+    assert reader is not None
+    assert reader.feed(lambda pieces: sizes.append(len(pieces)), lambda _: True)
+    assert sizes == [1] * 12
