@@ -20,6 +20,8 @@ def test_the_gap_is_set_against_two_steps_and_the_wire(tmp_path: Path) -> None:
     assert bench.BEFORE <= each["said_there"] < 64
     expected = each["gap_s"] / (2 * each["step_s"] + each["wire_s"])
     assert found["ratios"]["gap_vs_bound"] == pytest.approx(expected, abs=1e-3)
+    assert min(each["parts_s"].values()) >= 0
+    assert each["parts_s"]["first step"] < sum(each["parts_s"].values())
 
 
 @pytest.mark.rotate(5)
