@@ -6,6 +6,7 @@ template options that its prompt is rendered with.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ from scheduler.serializer import pack
 MAX_BIAS = 1024
 MAX_GRAMMAR = 1 << 18
 """Bytes of a JSON schema."""
+MAX_PROPERTIES, MAX_OPTIONAL = 5000, 450
+"""Of a schema in all, and of those that may be left out, in a row: a parser follows about 500, and
+preparing many more takes it minutes, in which nobody else's answer goes on."""
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -197,6 +201,8 @@ def _problem(kind: str, text: str) -> str:
     from llguidance import LLMatcher  # only requests with a grammar need it
 
     try:
+        if kind == "json_schema" and (problem := _too_many(json.loads(text))):
+            return problem
         made = (
             LLMatcher.grammar_from_json_schema(text)
             if kind == "json_schema"
@@ -206,6 +212,29 @@ def _problem(kind: str, text: str) -> str:
     except (ValueError, TypeError) as error:
         problem = str(error) or type(error).__name__
     return problem.strip().splitlines()[0][:200] if problem else ""
+
+
+def _too_many(schema: Any) -> str:
+    """What is too much in a schema, in one line; nothing where it can be prepared soon."""
+    total, found = 0, [schema]
+    while found:
+        part = found.pop()
+        if isinstance(part, list):
+            found += part
+        if not isinstance(part, dict):
+            continue
+        found += part.values()
+        names, needed = part.get("properties"), part.get("required")
+        if not isinstance(names, dict):
+            continue
+        total += len(names)
+        needed = {str(name) for name in needed} if isinstance(needed, list) else set()
+        run = 0
+        for name in names:
+            run = 0 if name in needed else run + 1
+            if run > MAX_OPTIONAL:
+                return f"more than {MAX_OPTIONAL} properties in a row are not required"
+    return f"{total} properties, at most {MAX_PROPERTIES}" if total > MAX_PROPERTIES else ""
 
 
 def _options(tokenizer: Tokenizer, body: ResponseRequest) -> dict[str, Any] | None:

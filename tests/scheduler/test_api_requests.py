@@ -17,9 +17,11 @@ import httpx
 import pytest
 from api_stack import Stack
 from jobs_kit import Server, eventually
+from llguidance import LLMatcher, LLTokenizer
 
 from scheduler.api import intake
 from scheduler.api.app import create_app
+from scheduler.api.shaping import MAX_OPTIONAL
 from scheduler.config import Config, ConfigError
 from scheduler.jobs import Jobs
 from scheduler.record import LIVE
@@ -45,6 +47,11 @@ def jobs(stack: Stack) -> Jobs:
 
 def post(stack: Stack, body: Any, **options: Any) -> httpx.Response:
     return httpx.post(f"{stack.url}/v1/responses", json=body, timeout=30, **options)
+
+
+def optional(count: int) -> dict[str, Any]:
+    """A schema of so many properties, of which none has to be there."""
+    return {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(count)}}
 
 
 BAD = [
@@ -102,6 +109,14 @@ BAD = [
         "text.format.schema",
         "invalid_value",
     ),
+    *(
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": schema}}},
+            "text.format.schema",
+            "invalid_value",
+        )
+        for schema in (optional(MAX_OPTIONAL + 1), {"anyOf": [optional(400) for _ in range(13)]})
+    ),
     ({"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt", "invalid_type"),
     ({"input": "x", "top_p": -0.1}, "top_p", "invalid_type"),
     ({"input": "x", "logit_bias": {"x": 1.0}}, "logit_bias", "invalid_value"),
@@ -113,6 +128,14 @@ BAD = [
         "invalid_value",
     ),
 ]
+
+
+def test_as_many_optional_properties_as_are_taken_can_be_followed() -> None:
+    schema = json.dumps(optional(MAX_OPTIONAL))
+    made = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema))
+    made.compute_bitmask()
+    told = f'{{"k{MAX_OPTIONAL - 1}":"x"}}'.encode()
+    assert made.try_consume_tokens(list(told)) == len(told), made.get_error()
 
 
 @pytest.mark.parametrize("stream", [False, True])
