@@ -31,9 +31,20 @@ def compose(
     status: str,
     finish: str,
 ) -> Turn:
-    """The turn of a finished job; its own token ids are those that its parent does not hold."""
+    """The turn of a finished job; its own token ids are those that its parent does not hold.
+
+    Raises JobError where the parent was deleted while the job ran.
+    """
     ids = job.prompt_ids
-    past: list[int] = store.turn_ids(job.previous) if job.previous else []
+    try:
+        past: list[int] = store.turn_ids(job.previous) if job.previous else []
+    except StoreError:
+        if store.get_turn(job.previous or "") is not None:
+            raise
+        raise JobError(
+            f"{job.previous} was deleted while this turn, which continues it, ran: start a new "
+            "conversation"
+        ) from None
     rebased = ids[: len(past)] != past
     request = job.request
     params = {key: request.get(key) for key in ("instructions", "tools", "options", "params")}

@@ -354,7 +354,7 @@ def test_a_turn_whose_past_was_deleted_is_forgotten(node: Node) -> None:
     finished = node.run(node.execution(two))
     assert node.store.delete_conversation("conv_" + one.id.removeprefix("resp_"))
     assert finished.commit is not None
-    with pytest.raises(StoreError, match="there is no turn"):
+    with pytest.raises(JobError, match="was deleted while this turn"):
         finished.commit()
     quiet(node)
     assert (node.engine.facts()["hot"], node.memory.used) == (0, 0)
