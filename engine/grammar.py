@@ -33,21 +33,29 @@ class Vocabulary:
         self.inner = llguidance.hf.from_tokenizer(
             tokenizer, n_vocab=max(size, len(tokenizer)), eos_token=sorted(eos_ids) or None
         )
+        self._lock = threading.Lock()
         self._compiled: OrderedDict[tuple[Kind, str], Any] = OrderedDict()
         work("vocabularies")
 
-    def matcher(self, kind: Kind, source: str) -> Any:
+    def matcher(self, kind: Kind, text: str | Mapping[str, Any]) -> Any:
         """A matcher at the beginning of a grammar, compiled once for all answers held to it.
 
-        Raises `ModelError` for a grammar that cannot be compiled.
+        A large schema takes seconds, without the interpreter's lock: call this on a thread of its
+        own before an answer needs it. Raises `ModelError` for a grammar that cannot be compiled.
         """
-        found = self._compiled.get((kind, source))
-        if found is None:
-            found = self._compiled[kind, source] = self._compile(kind, source)
+        source = text if isinstance(text, str) else json.dumps(text)
+        if len(source.encode()) > MAX_GRAMMAR:
+            raise ModelError(f"the {kind} is larger than {MAX_GRAMMAR} bytes; simplify it")
+        with self._lock:
+            found = self._compiled.get((kind, source))
+        if found is None:  # outside the lock: who asks for a small one does not wait for it
+            found = self._compile(kind, source)
+        with self._lock:
+            found = self._compiled.setdefault((kind, source), found)
+            self._compiled.move_to_end((kind, source))
             if len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end((kind, source))
-        return found.deep_copy()
+            return found.deep_copy()
 
     def _compile(self, kind: Kind, source: str) -> Any:
         from llguidance import LLMatcher
@@ -60,13 +68,14 @@ class Vocabulary:
                 made = LLMatcher.grammar_from_regex(source)
             else:
                 made = LLMatcher.grammar_from_lark(source)
-            problem = LLMatcher.validate_grammar(made, self.inner)
+            matcher = LLMatcher(self.inner, made)
+            problem = matcher.get_error() if matcher.is_error() else ""
         except (ValueError, TypeError) as error:
             problem = str(error)
         if problem:
             line = problem.strip().splitlines()[0]
             raise ModelError(f"the {kind} cannot be followed ({line}); correct it")
-        return LLMatcher(self.inner, made)
+        return matcher
 
 
 class Words:
@@ -117,10 +126,7 @@ class Grammar:
         after: int | None = None,
     ) -> None:
         """Raises `ModelError` for a grammar that cannot be compiled."""
-        source = text if isinstance(text, str) else json.dumps(text)
-        if len(source.encode()) > MAX_GRAMMAR:
-            raise ModelError(f"the {kind} is larger than {MAX_GRAMMAR} bytes; simplify it")
-        self._matcher = vocabulary.matcher(kind, source)
+        self._matcher = vocabulary.matcher(kind, text)
         self._size = vocabulary.size
         self._after = after
 

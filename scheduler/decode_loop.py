@@ -72,6 +72,14 @@ class Budgeted(Protocol):
         ...
 
 
+class Preparing(Protocol):
+    """An engine with work to do for a job before it is added, off the thread that steps."""
+
+    def prepare(self, execution: Execution, job: Job) -> None:
+        """Called once a job, before `add`, from the thread that takes jobs. Raising fails it."""
+        ...
+
+
 class DecodeLoop(LoopWorker):
     """Takes jobs from the queue of this decode node, as many as the engine has room for."""
 
@@ -418,3 +426,5 @@ class DecodeLoop(LoopWorker):
                 execution.replay = events.replay(client, job.id, job.events)
         if job.cancel:
             execution.mark_cancelled()
+        elif prepare := getattr(self._engine, "prepare", None):
+            prepare(execution, job)

@@ -174,3 +174,10 @@ def grammar(job: Job, reader: Reader, vocabulary: Callable[[], Vocabulary]) -> G
     if not asked:
         return None
     return Grammar(vocabulary(), asked["kind"], asked["text"], reader.thought())
+
+
+def compile_grammar(job: Job, vocabulary: Callable[[], Vocabulary]) -> None:
+    """Have a request's grammar compiled ahead of its answer. Raises ModelError as `grammar`."""
+    asked: Mapping[str, Any] | None = (job.request.get("params") or {}).get("grammar")
+    if asked:
+        vocabulary().matcher(asked["kind"], asked["text"])

@@ -26,7 +26,7 @@ from scheduler.runs import SendBack
 from store.errors import StoreFull
 from store.meter import charge
 from store.store import Store
-from worker_decode.answers import Answer, grammar, sampling
+from worker_decode.answers import Answer, compile_grammar, grammar, sampling
 from worker_decode.early import Early
 from worker_decode.hot import Held
 from worker_decode.inbox import Inbox
@@ -136,6 +136,12 @@ class Engine:
     def free(self) -> int:
         """Rows that can be added now."""
         return self._batch.slots - len(self._batch)
+
+    def prepare(self, execution: Execution, job: Job) -> None:
+        """See scheduler.decode_loop.Preparing: a large schema would hold up every row."""
+        if (job.request.get("params") or {}).get("grammar"):
+            with execution.notes.stage("grammar"), charge(execution.notes.meter):
+                compile_grammar(job, self._words)
 
     def add(self, execution: Execution, job: Job) -> None:
         """Find the job's state and start its row. Raises SendBack, JobError."""

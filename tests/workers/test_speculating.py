@@ -136,6 +136,19 @@ def test_a_grammar_is_kept(node: Node, loaded: Model, words: Any, tmp_path: Path
     assert text.startswith("{")
 
 
+def test_a_grammar_is_compiled_before_its_answer_is_added(
+    loaded: Model, words: Any, tmp_path: Path
+) -> None:
+    node = Node(loaded, words, tmp_path / "ahead", decode={"drafter": "off"})
+    job = ask(3, 8, grammar={"kind": "json_schema", "text": json.dumps(SCHEMA)})
+    execution = node.execution(job)
+    node.engine.prepare(execution, job)
+    assert execution.notes.meter.work["grammar_compiles"] == 1
+    node.run(execution)
+    assert execution.notes.meter.work["grammar_compiles"] == 1
+    node.close()
+
+
 def test_a_retried_answer_goes_on_where_the_log_ends(node: Node, words: Any) -> None:
     job = ask(5, 24)
     run(node, [job])
