@@ -27,6 +27,7 @@ from scheduler.config import Config, ConfigError, load, without_password
 from scheduler.host import lifeline
 from scheduler.host.data_dir import make_private
 from scheduler.host.late_bind import keep_listening
+from scheduler.host.logs import tail
 from scheduler.host.supervisor import CONFIGURATION
 from scheduler.passwords import Passwords, write_private
 
@@ -224,6 +225,12 @@ def _local_clients(client: redis.Redis) -> int:
     return sum(one["addr"].startswith("/") for one in client.client_list())
 
 
+def _refused_file(config: Config) -> bool:
+    """Whether the server that has just ended could not read its append-only file."""
+    lines = tail(config.data_dir / "logs" / "redis.log", 20)
+    return any("Bad file format reading the append only file" in line for line in lines)
+
+
 def main() -> int:
     """Run our server until the supervisor ends it or ends itself."""
     try:
@@ -232,7 +239,15 @@ def main() -> int:
         lock = acquire(config)
         if config.redis.listen_address:
             threading.Thread(target=keep_listening, args=(config,), daemon=True).start()
-        return lifeline.main(command(config, binary), [lock], lambda: _linger(config))
+        os.umask(0o077)  # its files are its user's alone, whatever the user's own mask is
+        status = lifeline.main(command(config, binary), [lock], lambda: _linger(config))
+        if status == 1 and _refused_file(config):
+            raise ConfigError(
+                f"Redis cannot read its file in {config.data_dir / 'redis'}: it is damaged. "
+                "Restore a backup with `tandem restore`, or move that directory away: "
+                "conversations are in the store and stay, jobs that wait and event logs are lost"
+            )
+        return status
     except ConfigError as error:
         print(error, file=sys.stderr)
         return CONFIGURATION

@@ -19,7 +19,9 @@ from redis_kit import eventually
 
 from scheduler.config import Config, ConfigError, resolved_environment
 from scheduler.host import data_dir
+from scheduler.host.logs import tail
 from scheduler.host.redis_server import RedisUnavailable, acquire, command, find, probe
+from scheduler.host.supervisor import CONFIGURATION
 
 
 @pytest.fixture
@@ -285,3 +287,23 @@ def test_terminated_as_soon_as_its_socket_is_there(config: Config) -> None:
     keeper.terminate()
     assert keeper.wait() == 0
     assert not config.redis_socket.exists()
+
+
+def test_a_damaged_file_is_told_with_its_cure_and_not_tried_again(config: Config) -> None:
+    server = start(config)
+    probe(config.redis_url, 20)
+    with redis.Redis.from_url(config.redis_url) as client:
+        for number in range(200):
+            client.set(f"key:{number}", "x" * 100)
+        client.shutdown()
+    assert server.wait(30) == 0
+    (file,) = (config.data_dir / "redis" / "appendonlydir").glob("*.incr.aof")
+    assert file.stat().st_mode & 0o077 == 0
+    data = bytearray(file.read_bytes())
+    data[2000:2004] = b"\0\0\0\0"
+    data[2400:2410] = b"*" * 10
+    file.write_bytes(data)
+    assert start(config).wait(30) == CONFIGURATION
+    last = tail(config.data_dir / "logs" / "redis.log", 1)[0]
+    assert "damaged" in last
+    assert "tandem restore" in last
