@@ -7,6 +7,8 @@ node's store, its live answers in that node's batch. The stores are the truth; R
 and a conversation without one is asked for everywhere. Pointer and jobs change in the same scripts:
 
 - accept: a job is accepted only for the home that its prompt was made for (`accept.lua`).
+- move: an idle conversation goes with its stored states, as an export does; the pointer moves if no
+  job was accepted meanwhile (`switch.lua`).
 - hand over: a node that is to stop sends the state of a live answer over the link, as a prefill
   node does, and the conversation's records into the other store; then one step gives the job the
   other node and moves the pointer (`rehome.lua`). It is refused while another job of the
@@ -19,11 +21,16 @@ is, and is deleted. Who dies in between leaves a copy too many, which goes at a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import cast
 
 import redis
 
+from scheduler import scripts
 from scheduler.nodes import Node
+from store.errors import StoreError
+from store.remote import parse_address
+from store.rpc import StoreClient
 
 KEEP = 90 * 86_400
 """Seconds for which a pointer outlives its latest use."""
@@ -61,6 +68,17 @@ def successor(nodes: Iterable[Node], leaving: str, fingerprint: str) -> Node | N
     return min(fit, key=lambda node: (_busy(node), node.name)) if fit else None
 
 
+def store_of(node: Node, timeout: float) -> StoreClient:
+    """A client of a decode node's store, on this machine or another. Raises StoreError."""
+    remote = parse_address(node.rpc, bytes.fromhex(node.secret)) if node.secret else None
+    path = Path("/nonexistent/store" if remote is not None else node.rpc)
+    if remote is None and not path.exists():
+        raise StoreError(
+            f"decode node {node.name} serves its store to its own machine only: set store.rpc_host"
+        )
+    return StoreClient(path, timeout, lambda: remote)
+
+
 def _busy(node: Node) -> float:
     return float(node.facts.get("rows") or 0) / float(node.facts.get("slots") or 1)
 
@@ -96,6 +114,25 @@ class Homes:
         pipe.hsetnx(key_of(conversation), "node", node)
         pipe.expire(key_of(conversation), KEEP)
         pipe.execute()
+
+    def count(self, conversation: str) -> int:
+        """How many jobs were accepted on a conversation, and how often it has moved."""
+        found = cast("bytes | None", self._client.hget(key_of(conversation), "n"))
+        return int(found or 0)
+
+    def switch(self, conversation: str, came: str, to: str, count: int) -> bool:
+        """Move the pointer of a conversation that is copied, if `count` is as it was before.
+
+        False where a job of it lives, was accepted since, or `came` is not its home.
+        """
+        args = {
+            "conversation": conversation,
+            "from": came,
+            "node": to,
+            "n": str(count),
+            "keep_home": KEEP,
+        }
+        return bool(scripts.call(self._client, "switch", args) == b"ok")
 
     def forget(self, conversation: str) -> None:
         """The conversation is deleted."""

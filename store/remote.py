@@ -46,6 +46,11 @@ REMOTE_METHODS = frozenset(
         "export_open",
         "export_read",
         "export_close",
+        "import_open",
+        "import_write",
+        "import_end",
+        "import_close",
+        "move_conversation",
     }
 )
 

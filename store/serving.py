@@ -21,7 +21,7 @@ import msgpack
 
 from store.capacity import capacity
 from store.errors import StoreError
-from store.outlet import Outlet
+from store.outlet import Inlet, Outlet
 from store.remote import REMOTE_METHODS, Remote, admit, listen
 from store.rpc import MAX_REQUEST, receive, send
 from store.statistics import residency
@@ -75,6 +75,11 @@ class Server:
         self._methods["export_open"] = self._outlet.open
         self._methods["export_read"] = self._outlet.read
         self._methods["export_close"] = self._outlet.close
+        inlet = Inlet(store, store.environment.path / "imports")
+        self._methods["import_open"] = inlet.open
+        self._methods["import_write"] = inlet.write
+        self._methods["import_end"] = inlet.end
+        self._methods["import_close"] = inlet.close
         self._clients: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._closing = False

@@ -73,6 +73,7 @@ class Keeping:
         self._committed: set[str] = set()
         self._uncommitted: dict[str, Execution] = {}
         self._unrecorded: deque[str] = deque()
+        self._wished: set[str] = set()
         self._lock = threading.Lock()
         self.next_look = 0.0
         self.next_sweep = 0.0
@@ -93,6 +94,14 @@ class Keeping:
     def forget(self, turns: Iterable[str]) -> None:
         """Drop the states of turns that are deleted, or could not be recorded, soon. Any thread."""
         self._unrecorded.extend(turns)
+
+    def save_soon(self, turn: str, seconds: float) -> None:
+        """Have a state that is idle in memory saved, and wait until it is. Any thread."""
+        self._wished.add(turn)
+        end = time.monotonic() + seconds
+        while turn in self.hot and time.monotonic() < end:
+            time.sleep(_HOUSEKEEPING / 5)
+        self._wished.discard(turn)
 
     def taken(self, held: Held, heir: str) -> None:
         """A row goes on from `held`; its turn is `heir`."""
@@ -146,6 +155,7 @@ class Keeping:
             self.behind.shrink(needed)
         every_turn = self._config.store.save == "turn"
         idle = self.hot.idle(0.0 if every_turn else self._config.store.idle_seconds)
+        idle += [turn for turn in list(self._wished) if turn in self.hot and turn not in idle]
         if not idle and (self.hardship.squeezed or self._short_of_memory()):
             idle = self.hot.turns()
         for turn in idle:

@@ -11,15 +11,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from engine.model import Model
 from engine.prefill import ends_of
 from engine.rows import Event
 from scheduler.config import Config
-from scheduler.homes import Homes, successor
+from scheduler.homes import Homes, store_of, successor
 from scheduler.leaving import Stays
 from scheduler.nodes import Node, Nodes
 from scheduler.record import Job
@@ -27,7 +27,7 @@ from scheduler.runs import Runs
 from store.codec.header import Piece
 from store.codec.pack import Exporter
 from store.errors import StoreError
-from store.remote import parse_address
+from store.outlet import Outlet
 from store.rpc import StoreClient
 from store.store import Store
 from store.turns import Turn
@@ -39,6 +39,7 @@ log = logging.getLogger("tandem.decode")
 
 _LOOK = 0.5
 _PATIENCE = 10.0
+_LONG = 600.0
 
 
 class Sender(Protocol):
@@ -78,9 +79,11 @@ class Moving:
         runs: Runs,
         forget: Callable[[Iterable[str]], None],
         settle: Callable[[], None] = lambda: None,
+        save: Callable[[str], None] = lambda turn: None,
     ) -> None:
         """`nodes`, `runs` have connections of their own; `forget(turns)` drops states from the
-        engine's memory, `settle()` brings what is told of ended turns into the store."""
+        engine's memory, `settle()` brings what is told of ended turns into the store, and
+        `save(turn)` a turn's state, if it can."""
         self._config = config
         self._model = model
         self._store = store
@@ -89,6 +92,7 @@ class Moving:
         self._homes = Homes(runs.client)
         self._forget = forget
         self._settle = settle
+        self._save = save
         self._lock = threading.Lock()
         self._links: Links | None = None
         self._node: Node | None = None
@@ -113,10 +117,13 @@ class Moving:
         if node is None or now != heir:
             raise Stays(f"decode node {heir} is not there any more")
         self._settle()
-        client = client_of(node)
+        client = store_of(node, _PATIENCE)
         try:
             own = self._config.node
-            copy_records(self._store, client, job, lambda other: self._homes.settle(other, own))
+            ident = conversation_of(job, self._store)
+            copy_records(
+                self._store, client, ident, job.previous, lambda o: self._homes.settle(o, own)
+            )
         finally:
             client.close()
 
@@ -145,6 +152,46 @@ class Moving:
         conversation = conversation_of(job, self._store)
         self._forget([job.id, *self._store.conversation_turns(conversation)])
         self._store.delete_conversation(conversation)
+
+    def move(self, ident: str, to: str) -> dict[str, Any]:
+        """Bring an idle conversation with its stored states to decode node `to`; what it was.
+
+        Its pointer moves once all of it is there and verified; then what is here goes. Raises
+        StoreError, and nothing has changed: where it is busy, or the other node cannot take it.
+        """
+        began, own = time.monotonic(), self._config.node
+        node = self._nodes.get("decode", to)
+        if node is None or node.state != "ready" or to == own:
+            raise StoreError(f"decode node {to} is not another one that is ready")
+        if node.fingerprint != self._model.fingerprint.hex():
+            raise StoreError(f"decode node {to} serves another model")
+        count, home = self._homes.count(ident), self._homes.of(ident)
+        record = self._store.get_conversation(ident)
+        if record is None or home not in ("", own):
+            raise StoreError(f"{ident} is not at home on decode node {own}")
+        if record["head"]:
+            self._save(record["head"])
+        self._settle()
+        with closing(store_of(node, _LONG)) as there:
+            sent = send_bundle(self._store, there, ident)
+            before = self._copy(there, ident)
+            if not self._homes.switch(ident, own, to, count):
+                raise StoreError(f"{ident} is busy: try again when its answer has ended")
+            if self._known(ident) != before:  # renamed, say, in the meantime
+                self._copy(there, ident)
+        self._forget(self._store.conversation_turns(ident))
+        self._store.delete_conversation(ident)
+        log.info("%s is at home on %s now", ident, to)
+        seconds = round(time.monotonic() - began, 3)
+        return {"conversation": ident, "from": own, "to": to, "seconds": seconds, **sent}
+
+    def _copy(self, there: StoreClient, ident: str) -> Any:
+        own, before = self._config.node, self._known(ident)
+        copy_records(self._store, there, ident, None, lambda o: self._homes.settle(o, own))
+        return before
+
+    def _known(self, ident: str) -> Any:
+        return self._store.get_conversation(ident), self._store.conversation_turns(ident)
 
     def clear(self) -> None:
         """Delete what earlier moves have left here; logs what goes wrong."""
@@ -175,28 +222,22 @@ class Moving:
             return self._links
 
 
-def client_of(node: Node) -> StoreClient:
-    """A client of a decode node's store, on this machine or another. Raises StoreError."""
-    remote = parse_address(node.rpc, bytes.fromhex(node.secret)) if node.secret else None
-    path = Path("/nonexistent/store" if remote is not None else node.rpc)
-    if remote is None and not path.exists():
-        raise StoreError(
-            f"decode node {node.name} serves its store to its own machine only: set store.rpc_host"
-        )
-    return StoreClient(path, _PATIENCE, lambda: remote)
-
-
-def copy_records(store: Store, there: StoreClient, job: Job, settle: Callable[[str], None]) -> None:
-    """Put the conversation of a job, and what its turns go on from, into another store as well.
+def copy_records(
+    store: Store,
+    there: StoreClient,
+    conversation: str,
+    previous: str | None,
+    settle: Callable[[str], None],
+) -> None:
+    """Put a conversation, and what its turns and `previous` go on from, into another store too.
 
     `settle(conversation)` is told of others that the turns come from, before they are copied: those
     stay at home here. Raises StoreError.
     """
-    conversation = conversation_of(job, store)
     turns: dict[str, Turn] = {}
     record = store.get_conversation(conversation)
     known = store.conversation_turns(conversation) if record is not None else []
-    for name in [*known, *([job.previous] if job.previous else [])]:
+    for name in [*known, *([previous] if previous else [])]:
         if name not in turns:
             turns |= {turn.id: turn for turn in store.path(name)}
     for other in {turn.conversation for turn in turns.values()} - {conversation}:
@@ -225,6 +266,29 @@ def copy_records(store: Store, there: StoreClient, job: Job, settle: Callable[[s
     )
 
 
+def send_bundle(store: Store, there: StoreClient, ident: str) -> dict[str, Any]:
+    """Put a conversation with its states into another store: counts. Raises StoreError."""
+    outlet = Outlet(store, store.environment.path / "moves")
+    made = outlet.open(ident)
+    name, done = made["name"], 0
+    try:
+        inlet = there.call("import_open", nbytes=made["bytes"])
+        try:
+            while part := outlet.read(name, done):
+                there.call("import_write", name=inlet, data=part)
+                done += len(part)
+            found: dict[str, Any] = there.call("import_end", name=inlet)
+        finally:
+            with suppress(StoreError):
+                there.call("import_close", name=inlet)
+    finally:
+        outlet.close(name)
+    if found.get("renamed"):
+        there.delete_conversation(found["conversation"])
+        raise StoreError(f"the ids of {ident} are taken by something else there")
+    return {"turns": found["turns"], "states": found["states"], "bytes": made["bytes"]}
+
+
 def clear_strays(
     store: Store,
     homes: Homes,
@@ -237,7 +301,9 @@ def clear_strays(
 
     They are what a move leaves where a process died in it. Returns how many there were.
     """
-    others = {node.name: client_of(node) for node in nodes.list("decode") if node.name != own}
+    others = {
+        node.name: store_of(node, _PATIENCE) for node in nodes.list("decode") if node.name != own
+    }
     found = 0
     before: tuple[str, float] | None = None
     while others and (page := store.list_conversations(None, 500, None, before)):

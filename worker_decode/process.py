@@ -147,6 +147,7 @@ def run(config: Config, model_dir: Path) -> int:
             Runs(connect(config.redis_url, timeout=2.0, patience=0), config.jobs),
             forget=lambda turns: engine.forget(turns),
             settle=lambda: engine.settle(),
+            save=lambda turn: engine.kept.save_soon(turn, config.link.deadline_seconds),
         )
         stack.callback(mover.close)
         engine = Engine(
@@ -172,6 +173,7 @@ def run(config: Config, model_dir: Path) -> int:
             return store.delete_conversation(ident)
 
         server.add("delete_conversation", delete_conversation)
+        server.add("move_conversation", mover.move)
         loop = DecodeLoop(
             config.redis_url,
             engine,

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import closing
+from typing import Any, TypeVar
 
+import redis
 from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
 from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.config import ConfigError
+from scheduler.homes import Homes, store_of, successor
 from scheduler.nodes import Nodes
 from scheduler.redis_client import connect
+from store.errors import StoreError, StoreUnavailable
 
 T = TypeVar("T")
+PATIENCE = 900.0
+"""Seconds that one conversation may take."""
 _TEXT = """\
 The nodes that this Tandem's Redis knows of.
 
   tandem node list                each node, its state, what it does now
+  tandem node move ID --to NAME   bring an idle conversation to another decode node
+  tandem node drain NAME          bring all of its idle conversations to others
   tandem node forget NAME         a decode node does not come back
 
 Conversations lie on one decode node each. While a node is away, what may lie there is answered
@@ -38,13 +47,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     commands = parser.add_subparsers(dest="node_command", required=True, metavar="COMMAND")
     for name, text, run in (
         ("list", "each node, its state, what it does now", run_list),
+        ("move", "bring an idle conversation, with its state, to another decode node", run_move),
+        ("drain", "bring all idle conversations of a decode node to others", run_drain),
         ("forget", "a decode node does not come back", run_forget),
     ):
         command = commands.add_parser(name, help=text, description=text)
         config_flags(command)
         json_flag(command)
         command.set_defaults(run=run)
-        if name == "forget":
+        if name == "move":
+            command.add_argument("id", metavar="ID", help="conv_...")
+            command.add_argument("--to", metavar="NAME", required=True, help="the new home")
+        if name == "drain":
+            command.add_argument("--to", metavar="NAME", help="there (whichever has most room)")
+        if name in ("forget", "drain"):
             command.add_argument("name", metavar="NAME", help="as `tandem node list` shows it")
 
 
@@ -69,6 +85,74 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_move(args: argparse.Namespace) -> int:
+    """Move one conversation."""
+    done = _with(args, lambda client: _move(client, str(args.id), str(args.to)))
+    if args.json:
+        print(json.dumps(done))
+    else:
+        print(
+            f"{args.id}: {done['from']} -> {done['to']}, {done['turns']} turns, "
+            f"{done['states']} states, {done['bytes']:,} bytes in {done['seconds']} s"
+        )
+    return 0
+
+
+def _move(client: redis.Redis, ident: str, to: str) -> dict[str, Any]:
+    home = Homes(client).of(ident)
+    for node in Nodes(client).list("decode"):
+        if home in ("", node.name):
+            with closing(store_of(node, PATIENCE)) as store:
+                if store.get_conversation(ident) is not None:
+                    found: dict[str, Any] = store.call("move_conversation", ident=ident, to=to)
+                    return found
+    where = (
+        f"decode node {home} does not have it, or is away" if home else "it may have been deleted"
+    )
+    raise ConfigError(f"{ident} is on no decode node that is there: {where}")
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """Move everything that is idle on a node; 1 where something stayed."""
+    moved, stayed = _with(args, lambda client: _drain(client, str(args.name), args.to or ""))
+    if args.json:
+        print(json.dumps({"moved": moved, "stayed": stayed}))
+    else:
+        print(f"{moved} conversations moved, {stayed} stayed")
+    return 1 if stayed else 0
+
+
+def _drain(client: redis.Redis, name: str, to: str) -> tuple[int, int]:
+    nodes, homes = Nodes(client), Homes(client)
+    node = nodes.get("decode", name)
+    if node is None:
+        raise ConfigError(f"no decode node {name} is there: see `tandem node list`")
+    moved = stayed = 0
+    before: tuple[str, float] | None = None
+    status = Console(stderr=True).status("looking")
+    with closing(store_of(node, PATIENCE)) as store, status:
+        while page := store.list_conversations(None, 100, None, before):
+            before = (page[-1]["id"], float(page[-1]["created"]))
+            known = homes.of_all([one["id"] for one in page])
+            for one, home in zip(page, known, strict=True):
+                if home not in ("", name):
+                    continue
+                heir = successor(nodes.list("decode"), name, node.fingerprint)
+                if not to and heir is None:
+                    raise ConfigError("no other decode node of the same model is ready")
+                goes = to or (heir.name if heir is not None else "")
+                try:
+                    store.call("move_conversation", ident=one["id"], to=goes)
+                    moved += 1
+                except StoreUnavailable:
+                    raise
+                except StoreError as error:
+                    stayed += 1
+                    print(f"{one['id']} stays: {error}", file=sys.stderr)
+                status.update(f"{moved} moved, {stayed} stayed")
+    return moved, stayed
+
+
 def run_forget(args: argparse.Namespace) -> int:
     """Miss a decode node no more."""
     name = str(args.name)
@@ -81,9 +165,15 @@ def run_forget(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace, what: Callable[[Nodes], T]) -> T:
+    return _with(args, lambda client: what(Nodes(client)))
+
+
+def _with(args: argparse.Namespace, what: Callable[[redis.Redis], T]) -> T:
     client = connect(config_of(args).redis_url_of("api"), patience=0)
     try:
-        return what(Nodes(client))
+        return what(client)
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
     except RedisError as error:
         raise ConfigError(f"Redis does not answer ({error}): is `tandem up` running?") from None
     finally:

@@ -31,8 +31,7 @@ class Room(NamedTuple):
 def home(nodes: Iterable[Room]) -> str:
     """The decode node of a new conversation: the one with the most room by share.
 
-    The product sends all of them to the API's own node; with more of them this is what spreads
-    the load, and the simulator's assumption.
+    As `scheduler.homes.begin_at`, where no stored beginning and no session decides.
     """
     return min(nodes, key=lambda node: (node.rows / node.slots, node.name)).name
 

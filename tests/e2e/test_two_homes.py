@@ -1,4 +1,4 @@
-"""A second decode node joins; the first is updated in the middle of an answer, then the second."""
+"""A second decode node joins; conversations and an answer under way go there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from stack_kit import Running, running, short_directory
 
+from scheduler.cli import main
 from scheduler.config import Config, resolved_environment
 from scheduler.nodes import Nodes
 from scheduler.redis_client import connect
@@ -66,10 +67,30 @@ def begun(stack: Running, **body: Any) -> str:
     return str(made["id"])
 
 
+def test_an_idle_conversation_is_moved_from_the_command_line(
+    stack: Running, far: tuple[Config, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    conversation = stack.http.post("/v1/conversations", json={}).json()["id"]
+    first = stack.post(input="Name a river.", conversation=conversation, max_output_tokens=8)
+    assert first["tandem"]["node"] == "local"
+    file = tmp_path / "tandem.toml"
+    file.write_text(f'data_dir = "{tmp_path}/d"\n[redis]\nurl = "{stack.config.redis_url}"\n')
+    assert main(["node", "move", conversation, "--to", "far", "--config", str(file)]) == 0
+    again = stack.post(input="And a sea.", conversation=conversation, max_output_tokens=8)
+    assert again["tandem"]["node"] == "far"
+    assert again["tandem"]["path"] == "restored"
+    assert again["tandem"]["cached_tokens"] > 0
+    assert stack.store.get_conversation(conversation) is None
+    near, stack.store = stack.store, StoreClient(far[0].store_socket)
+    assert stack.output_ids(again["id"]) == stack.solo(again["id"])
+    stack.store.close()
+    stack.store = near
+
+
 def test_an_answer_and_its_conversation_go_on_at_the_other_node(
     stack: Running, far: tuple[Config, subprocess.Popen[bytes]]
 ) -> None:
-    config, process = far
+    config = far[0]
     near, other = stack.store, StoreClient(config.store_socket)
     conversation = stack.http.post("/v1/conversations", json={}).json()["id"]
     first = stack.post(input="Tell me of the sea.", conversation=conversation, max_output_tokens=12)
@@ -97,15 +118,7 @@ def test_an_answer_and_its_conversation_go_on_at_the_other_node(
     assert near.get_conversation(conversation) is None
     listed = stack.http.get("/v1/conversations").json()
     assert [one["id"] for one in listed["data"]].count(conversation) == 1
-    # And back, as the other one is updated.
-    fourth = begun(stack, input="Longer again.", conversation=conversation)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    done = stack.ended(fourth)
-    assert done["tandem"]["node"] == "local"
+    ledger = stack.http.get(f"/v1/responses/{second}/ledger").json()
+    assert ["node", "far"] in [[fork["fork"], fork["took"]] for fork in ledger["forks"]]
     stack.store = near
-    assert stack.output_ids(fourth) == stack.solo(fourth)
-    assert near.conversation_turns(conversation) == [first["id"], second, third["id"], fourth]
-    ledger = stack.http.get(f"/v1/responses/{fourth}/ledger").json()
-    assert ["node", "local"] in [[fork["fork"], fork["took"]] for fork in ledger["forks"]]
     other.close()

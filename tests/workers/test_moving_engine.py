@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from redis_kit import eventually
 from test_late_engine import FORMS, ids
 
 from engine.model import Model
+from scheduler.cli import main
 from scheduler.homes import Homes, key_of
 from scheduler.leaving import Stays, facts_of
 from scheduler.nodes import Node, Nodes, Presence
 from scheduler.record import Job
 from scheduler.runs import Runs
+from store.errors import StoreError, StoreUnavailable
 from store.remote import Remote
+from store.rpc import StoreClient
 from store.serving import Server, serve
 from transport.errors import LinkError
 from transport.receiver import Receiver
-from worker_decode.moving import Moving, clear_strays
+from worker_decode.moving import Moving, clear_strays, copy_records
 
 SECRET = b"s" * 32
 LENGTH = 64
@@ -236,6 +240,158 @@ def test_records_may_be_copied_again_and_branches_keep_their_past(pair: Pair) ->
     pair.client.sadd(f"tandem:at:{branch}", job.id, "resp_other")
     with pytest.raises(Stays):
         pair.mover.prepare(make_job(ids(), conversation=branch, ident=job.id), "m4")
+
+
+@pytest.mark.parametrize("place", ["hot", "stored"])
+def test_an_idle_conversation_moves_with_its_state(pair: Pair, place: str) -> None:
+    first, past = first_turn(pair)
+    if place == "stored":
+        pair.leaving.settle()
+    pair.leaving.store.update_conversation(TALK, pinned=True, add_items=[{"id": "x"}])
+    pair.mover._save = lambda turn: pair.leaving.settle()
+    done = pair.mover.move(TALK, "m4")
+    assert (done["from"], done["to"], done["turns"], done["states"]) == ("m3", "m4", 1, 1)
+    assert Homes(pair.client).of(TALK) == "m4"
+    assert pair.leaving.store.get_conversation(TALK) is None
+    record = pair.other.store.get_conversation(TALK)
+    assert record is not None
+    assert (record["pinned"], record["added"], record["items"]) == (True, 1, [{"id": "x"}])
+    assert record["saved"] == len(past) - 1
+    job = make_job([*past, *ids(30)], request=asking(8), previous=first.id, conversation=TALK)
+    finished = pair.other.answer(job)
+    assert finished.result is not None
+    assert finished.result.path["path"] == "restored"
+    assert finished.result.usage["cached_tokens"] == len(past) - 1
+    assert pair.other.said(job) == pair.other.oracle(job)
+    with pytest.raises(StoreError, match="not at home"):
+        pair.mover.move(TALK, "m4")
+    with pytest.raises(StoreError, match="not another one"):
+        pair.mover.move(TALK, "m3")
+
+
+def test_a_conversation_goes_there_and_back(pair: Pair) -> None:
+    first, past = first_turn(pair)
+    pair.leaving.settle()
+    pair.mover.move(TALK, "m4")
+    job = make_job([*past, *ids(30)], request=asking(8), previous=first.id, conversation=TALK)
+    pair.other.answer(job)
+    there = pair.other.store
+    with closing(StoreClient(pair.dir / "m3")) as back:
+        copy_records(there, back, TALK, job.id, lambda other: None)
+    assert pair.leaving.store.turn_ids(job.id) == there.turn_ids(job.id)
+    assert pair.leaving.store.conversation_turns(TALK) == [first.id, job.id]
+
+
+@pytest.mark.parametrize("step", ["import_open", "import_write", "import_end", "put_turn"])
+def test_a_move_that_breaks_leaves_everything_at_home(
+    pair: Pair, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = first_turn(pair)
+    pair.leaving.settle()
+    call = StoreClient.call
+
+    def broken(self: StoreClient, method: str, **arguments: Any) -> Any:
+        if method == step:
+            raise StoreUnavailable("the other node died")
+        return call(self, method, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreClient, "call", broken)
+        with pytest.raises(StoreUnavailable):
+            pair.mover.move(TALK, "m4")
+    assert Homes(pair.client).of(TALK) == ""
+    assert pair.leaving.store.conversation_turns(TALK) == [first.id]
+    assert pair.mover.move(TALK, "m4")["turns"] == 1
+
+
+@pytest.mark.parametrize("what", ["accepted", "lives", "renamed"])
+def test_what_happens_while_a_conversation_moves_is_heeded(
+    pair: Pair, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_turn(pair)
+    pair.leaving.settle()
+    homes = Homes(pair.client)
+    homes.begin(TALK, "m3")
+    switch = Homes.switch
+
+    def late(self: Homes, *given: Any) -> bool:
+        if what == "accepted":
+            pair.client.hincrby(key_of(TALK), "n", 1)  # and it has ended since
+        if what == "lives":
+            pair.client.sadd(f"tandem:at:{TALK}", "resp_1")
+            pair.client.hset("tandem:job:resp_1", "status", "decoding")
+        if what == "renamed":
+            pair.leaving.store.update_conversation(TALK, metadata={"title": "sea"})
+        return switch(self, *given)
+
+    monkeypatch.setattr(Homes, "switch", late)
+    if what != "renamed":
+        with pytest.raises(StoreError, match="busy"):
+            pair.mover.move(TALK, "m4")
+        assert homes.of(TALK) == "m3"
+        assert pair.leaving.store.get_conversation(TALK) is not None
+        return
+    pair.mover.move(TALK, "m4")
+    record = pair.other.store.get_conversation(TALK)
+    assert record is not None
+    assert record["metadata"] == {"title": "sea"}
+
+
+def test_a_node_is_drained_from_the_command_line(
+    pair: Pair, redis_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair.rpc[0].add("move_conversation", pair.mover.move)
+    idents = [f"conv_{k:032x}" for k in range(3)]
+    for ident in idents:
+        job = make_job(ids(), request=asking(2), conversation=ident)
+        pair.leaving.answer(job)
+    pair.leaving.settle()
+    busy = idents[1]
+    pair.client.sadd(f"tandem:at:{busy}", "resp_1")
+    pair.client.hset("tandem:job:resp_1", "status", "decoding")
+    config = pair.dir / "tandem.toml"
+    config.write_text(f'data_dir = "{pair.dir}/d"\n[redis]\nurl = "{redis_url}"\n')
+
+    def tandem(*words: str) -> tuple[int, str]:
+        status = main(["node", *words, "--config", str(config)])
+        told = capsys.readouterr()
+        return status, told.out + told.err
+
+    status, told = tandem("drain", "m3")
+    assert status == 1
+    assert f"{busy} stays: {busy} is busy" in told
+    assert "2 conversations moved, 1 stayed" in told
+    assert {one["id"] for one in pair.other.store.list_conversations()} >= {idents[0], idents[2]}
+    assert [one["id"] for one in pair.leaving.store.list_conversations()] == [busy]
+    pair.client.delete(f"tandem:at:{busy}")
+    status, told = tandem("move", busy, "--to", "m4")
+    assert status == 0
+    assert f"{busy}: m3 -> m4, 1 turns, 1 states" in told
+    assert tandem("move", "conv_x", "--to", "m4")[0] != 0
+    assert tandem("drain", "m3") == (0, "0 conversations moved, 0 stayed\n")
+
+
+def test_what_comes_in_is_bounded(pair: Pair) -> None:
+    with closing(StoreClient(pair.dir / "m4")) as there:
+        for size in (0, -5, 1 << 60):
+            with pytest.raises(StoreError, match="no room"):
+                there.call("import_open", nbytes=size)
+        name = there.call("import_open", nbytes=10)
+        with pytest.raises(StoreError, match="longer"):
+            there.call("import_write", name=name, data=b"x" * 11)
+        there.call("import_write", name=name, data=b"x" * 9)
+        with pytest.raises(StoreError, match="shorter"):
+            there.call("import_end", name=name)
+        there.call("import_write", name=name, data=b"x")
+        with pytest.raises(StoreError, match="undamaged bundle"):
+            there.call("import_end", name=name)
+        there.call("import_close", name=name)
+        names = [there.call("import_open", nbytes=1) for _ in range(4)]
+        with pytest.raises(StoreError, match="try again later"):
+            there.call("import_open", nbytes=1)
+        for one in names:
+            there.call("import_close", name=one)
+        assert list((pair.other.store.environment.path / "imports").iterdir()) == []
 
 
 def test_copies_that_a_move_has_left_go_at_the_next_start(pair: Pair) -> None:
