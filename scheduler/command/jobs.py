@@ -7,7 +7,6 @@ import time
 
 from rich.table import Table
 
-from scheduler.command import ask, serve, show
 from scheduler.command.flags import client_flags, client_of
 from scheduler.command.printing import age, out, place, print_json
 from scheduler.record import STATUSES
@@ -26,9 +25,8 @@ Cancel a job that waits or runs. What it has written so far is kept.
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add submit, resume, jobs, show, cancel and serve to the command line."""
+    """Add jobs and cancel to the command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    ask.register(subparsers)
     jobs = subparsers.add_parser(
         "jobs", help="list what waits, runs and has ended", description=_JOBS, formatter_class=raw
     )
@@ -38,14 +36,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     jobs.add_argument("--limit", type=int, default=30, metavar="N", help="at most N (30)")
     jobs.set_defaults(run=run_jobs)
-    show.register(subparsers)
     cancel = subparsers.add_parser(
         "cancel", help="cancel a job", description=_CANCEL, formatter_class=raw
     )
     client_flags(cancel)
     cancel.add_argument("id", metavar="ID", help="resp_...")
     cancel.set_defaults(run=run_cancel)
-    serve.register(subparsers)
 
 
 def run_jobs(args: argparse.Namespace) -> int:
