@@ -1,21 +1,18 @@
 """`tandem bench seam`: what a client notices when its answer moves to the decode node.
 
-A private stack answers a long request on the prefill node, which is then told to stop, so that the
-answer moves. The gap between the last token said there and the first one said here is set against
-two decode steps and the time of the wire, and told by its parts; where the longest gap elsewhere is
-as long, something else had the cores. (A prompt that comes to wait moves an answer as well, but
-on one machine it would be computed on the same cores in the very moment that is measured.)
+A private stack answers a long request on the prefill node, until something waits for that node: an
+entry of the queue that is nobody's job, since a prompt would be computed on the same cores in the
+very moment that is measured. The gap between the last token said there and the first one said here
+is set against two decode steps and the time of the wire, and told by its parts; where the longest
+gap elsewhere is as long, something else had the cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -23,11 +20,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import redis
+from rq.defaults import RQ_KEY_PREFIX
 
 from engine.errors import ModelError
 from engine.library import DEFAULT_MODEL, resolve
 from scheduler.config import Config
 from scheduler.host.stack import Stack, StackFailed, free_port
+from scheduler.queue import PREFILL
+from scheduler.redis_client import connect
 from store.paths import models_dir
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 TOKENS, BEFORE, ROUNDS = 96, 24, 3
 PROMPT = "Tell me a long story about a dog, a river and a bridge. " * 20
-BACK_SECONDS = 120.0
 _DELTA = "response.output_text.delta"
 
 
@@ -52,18 +52,13 @@ def run(
 
     record(copy, _even())  # one machine decodes as fast as itself
     stack = Stack(_config(copy, folder / "data"))
-    done, answering = threading.Event(), threading.Lock()
-    keeper = threading.Thread(target=_supervise, args=(stack, done, answering), daemon=True)
     try:
         stack.start()
         stack.wait_ready()
-        keeper.start()
+        queue = connect(stack.config.redis_url)
         with httpx.Client(base_url=stack.config.api_url, timeout=600) as client:
-            found = [_one(client, stack, answering, number, tokens) for number in range(rounds)]
+            found = [_one(client, queue, number, tokens) for number in range(rounds)]
     finally:
-        done.set()
-        if keeper.is_alive():
-            keeper.join()
         stack.stop()
     ratios = sorted(each["gap_vs_bound"] for each in found)
     return {
@@ -75,9 +70,7 @@ def run(
     }
 
 
-def _one(
-    client: httpx.Client, stack: Stack, answering: threading.Lock, number: int, tokens: int
-) -> dict[str, Any]:
+def _one(client: httpx.Client, queue: redis.Redis, number: int, tokens: int) -> dict[str, Any]:
     """One answer that moves after `BEFORE` tokens: its gaps, in seconds."""
     # Each prompt is new from its beginning: a stored one would be continued by the decode node.
     body = {
@@ -88,8 +81,8 @@ def _one(
         "stream": True,
     }
     at: list[float] = []
-    identity, told = "", 0
-    with answering, client.stream("POST", "/v1/responses", json=body) as answer:
+    identity = ""
+    with client.stream("POST", "/v1/responses", json=body) as answer:
         answer.raise_for_status()
         for line in answer.iter_lines():
             if not line.startswith("data: "):
@@ -99,9 +92,8 @@ def _one(
                 identity = event["response"]["id"]
             if event["type"] == _DELTA:
                 at.append(time.perf_counter())
-                if len(at) == BEFORE and (pid := stack.supervisor.find("prefill").pid):
-                    os.kill(told := pid, signal.SIGTERM)
-    _wait_back(stack, told)
+                if len(at) == BEFORE:
+                    queue.rpush(f"{RQ_KEY_PREFIX}:queue:{PREFILL}", "nobody")
     handoff = client.get(f"/v1/responses/{identity}").json()["tandem"]["handoff"] or {}
     late = handoff.get("late") or {}
     said = int(late.get("tokens") or 0)
@@ -137,18 +129,6 @@ def _parts(stages: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _wait_back(stack: Stack, told: int) -> None:
-    """Until another prefill worker is ready."""
-    end = time.monotonic() + BACK_SECONDS
-    while time.monotonic() < end:
-        facts = stack.facts()
-        nodes = [node for node in facts.get("nodes", ()) if node["role"] == "prefill"]
-        if facts.get("ready") and any(node["pid"] != told for node in nodes):
-            return
-        time.sleep(0.05)
-    raise StackFailed(f"the prefill worker was not back within {BACK_SECONDS:.0f} s")
-
-
 def _even() -> Profile:
     from engine.device import prepare
     from engine.profile import Profile
@@ -167,17 +147,8 @@ def _config(model_dir: Path, data: Path) -> Config:
             "api": {"port": free_port()},
             "decode": {"drafter": "off"},
             "store": {"size_gb": 1.0},
-            "jobs": {"drain_seconds": 30.0},
         }
     )
-
-
-def _supervise(stack: Stack, done: threading.Event, answering: threading.Lock) -> None:
-    """Start the worker that was stopped, once its answer has ended elsewhere: loading the model
-    would take the cores of the steps that are measured."""
-    while not done.wait(0.02):
-        with answering:
-            stack.supervisor.tick(0.1)
 
 
 def register(subparsers: Any) -> None:
