@@ -194,6 +194,7 @@ class Handoff:
     ) -> None:
         self._links = links
         self._apart = apart
+        self._bare = False  # snapshots within the prompt are left out
         self._node = node
         self._name = name
         self._offer = offer
@@ -205,7 +206,7 @@ class Handoff:
 
     def send(self, pieces: Sequence[Piece]) -> None:
         """Queue rows; they leave in the background. Kept until the receiver has acknowledged."""
-        if not self._apart:
+        if self._bare:
             pieces = _rows(pieces)
         self._pieces += pieces
         if self._transfer is not None:
@@ -270,7 +271,7 @@ class Handoff:
             if isinstance(error, Refused) and error.code in ("fingerprint", "version"):
                 self._attempt = ATTEMPTS  # no later attempt would fare better
             elif isinstance(error, Refused) and error.code == "memory" and self._apart:
-                self._apart = 0
+                self._apart, self._bare = 0, True
                 self._pieces = _rows(self._pieces)
 
     def _push(self, pieces: Sequence[Piece]) -> None:
