@@ -29,8 +29,9 @@ class Service:
     """Medians over `requests` that were served alone.
 
     `prompt_s`: of a prompt at the prefill node, besides its forwards. `start_s`: from the arrival
-    of a state to the first token, besides a step. `forwards`: how many times as long as calibrated
-    the prefills took in service, with `prompt_s` left out; it is told, and changes nothing.
+    of a state to the first token, besides a step; 0 where all answers began at the prefill node.
+    `forwards`: how many times as long as calibrated the prefills took in service, with `prompt_s`
+    left out; it is told, and changes nothing.
     """
 
     requests: int
@@ -69,7 +70,8 @@ def learn(pasts: Sequence[Past], prefill: Profile, decode: Profile, chunk: int =
             "needed: send some one after another and export the history again"
         )
     own = [prefill.prefill_s(0, p.prompt_tokens - 1, chunk or prefill.chunk) for p in found]
-    took = [p.times["handing_off"] - p.times["prefilling"] for p in found]
+    took = [_prompt_over(p, prefill) - p.times["prefilling"] for p in found]
+    moved = [p for p in found if not _begun_there(p)]
     # Where longer prompts take longer than calibrated, a constant would hide it: the line through
     # all pairs of requests tells the two apart.
     slopes = [
@@ -79,21 +81,31 @@ def learn(pasts: Sequence[Past], prefill: Profile, decode: Profile, chunk: int =
         if abs(own[b] - own[a]) > 0.2 * max(own)
     ]
     ratio = median(slopes) if slopes else 1.0
+    start = [
+        p.times["first_token"]
+        - p.times["handing_off"]
+        - p.exposed_s
+        - decode.step_s(1, p.prompt_tokens)
+        for p in moved
+    ]
     return Service(
         len(found),
         max(0.0, median(t - o for t, o in zip(took, own, strict=True))),
-        max(
-            0.0,
-            median(
-                p.times["first_token"]
-                - p.times["handing_off"]
-                - p.exposed_s
-                - decode.step_s(1, p.prompt_tokens)
-                for p in found
-            ),
-        ),
+        max(0.0, median(start)) if start else 0.0,
         ratio,
     )
+
+
+def _begun_there(past: Past) -> bool:
+    """Whether its answer began where its prompt was computed, before it was handed off."""
+    return past.times["first_token"] < past.times["handing_off"]
+
+
+def _prompt_over(past: Past, prefill: Profile) -> float:
+    """When its prompt was computed; no time is taken where an answer is begun at once."""
+    if _begun_there(past):
+        return past.times["first_token"] - prefill.step_s(1, past.prompt_tokens)
+    return past.times["handing_off"]
 
 
 def note(path: Path, name: str, seconds: float) -> None:

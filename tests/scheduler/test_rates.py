@@ -172,6 +172,20 @@ def test_costs_are_read_off_requests_that_were_alone() -> None:
     assert service.learn(pasts, faster, RATES).forwards > 1.5, "the profile was not honest"
 
 
+def test_answers_that_begin_where_their_prompt_was_computed_are_no_cost_of_it() -> None:
+    moved = lone()
+    late = []
+    for past in moved:
+        over = past.times["handing_off"]
+        first = over + RATES.step_s(1, past.prompt_tokens)
+        times = {**past.times, "first_token": first, "handing_off": first + 0.5}
+        late.append(replace(past, times={**times, "ended": first + 0.6}))
+    found = service.learn(late, RATES, RATES)
+    assert found.prompt_s == pytest.approx(0.03, abs=1e-6)
+    assert found.start_s == 0.0
+    assert service.learn([*moved[:4], *late[4:]], RATES, RATES).start_s == pytest.approx(0.02)
+
+
 def test_the_command_writes_costs_into_the_profiles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
