@@ -197,20 +197,17 @@ class EventHub:
         """Hear while anybody follows; connect again whenever the connection is lost."""
         while True:
             await self._wanted.wait()
-            pubsub = self._client.pubsub(ignore_subscribe_messages=True)
+            pubsub = self._client.pubsub()
             try:
                 await pubsub.subscribe(CHANNEL)
-                self._up_at = time.monotonic()
-                self._hearing.set()
-                # Whatever was said while nobody listened is in the logs.
-                for group in self._followers.values():
-                    for follower in group:
-                        follower.behind = True
-                        follower.wake()
                 while self._wanted.is_set():
                     message = await pubsub.get_message(timeout=1.0)
                     self._up_at = time.monotonic()
-                    if message is not None:
+                    if message is None:
+                        continue
+                    if message["type"] == "subscribe":
+                        self._heard()
+                    elif message["type"] == "message":
                         self._deliver(message["data"])
             except (RedisError, OSError, ValueError) as error:
                 log.warning("events cannot be heard: %s; trying again", error)
@@ -219,6 +216,16 @@ class EventHub:
                 self._hearing.clear()
                 with contextlib.suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]  # redis has no types here
+
+    def _heard(self) -> None:
+        """Redis says that it tells us events from now on: at first, and whenever the client has
+        made a lost connection anew by itself."""
+        self._hearing.set()
+        # Whatever was said while nobody listened is in the logs.
+        for group in self._followers.values():
+            for follower in group:
+                follower.behind = True
+                follower.wake()
 
     async def _rouse(self) -> None:
         """Wake those who have heard nothing for long, by the wall clock."""

@@ -57,8 +57,8 @@ class Writer:
 
 
 @contextlib.asynccontextmanager
-async def hub(url: str) -> AsyncIterator[EventHub]:
-    client = connect_async(url, patience=0)
+async def hub(url: str, patience: float = 0) -> AsyncIterator[EventHub]:
+    client = connect_async(url, patience=patience)
     made = EventHub(client)
     made.start()
     try:
@@ -235,6 +235,32 @@ def test_redis_comes_back(durable_redis: Server) -> None:
                 async with asyncio.timeout(30):
                     await task
                 assert seen == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_what_was_said_while_the_client_connected_anew(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its retries make a lost connection anew without a word; nothing comes after the last event
+    that would show the gap."""
+    monkeypatch.setattr(stream, "KEEP_ALIVE", 10_000.0)
+
+    async def run() -> None:
+        with connect(server.url) as client:
+            client.delete(key(NAME))
+            writer = Writer(client)
+            writer.write("a")
+            async with hub(server.url, patience=5) as made:
+                task = asyncio.create_task(collect(made))
+                await until(lambda: any(f.sleeper for g in made._followers.values() for f in g))
+                writer.client = killing = client.pipeline()
+                killing.client_kill_filter(_type="pubsub")
+                writer.end()
+                killed, heard, _ = await asyncio.to_thread(killing.execute)
+                assert (killed, heard) == (1, 0)
+                async with asyncio.timeout(30):
+                    assert await task == [0, 1]
 
     asyncio.run(run())
 
