@@ -15,7 +15,8 @@ and a conversation without one is asked for everywhere. Pointer and jobs change 
   conversation lives, so that what is said in one is never split.
 
 Until that step everything at the other node is a copy that nobody looks at; after it the old one
-is, and is deleted. Who dies in between leaves a copy too many, which goes at a node's next start.
+is, and is deleted. Who dies in between leaves a copy too many, which goes at a node's next start;
+`tandem:moving:<conversation>` keeps that from what is on its way at the time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from store.rpc import StoreClient
 
 KEEP = 90 * 86_400
 """Seconds for which a pointer outlives its latest use."""
+_CLAIM = 3600
+_CLEARING = 60
 
 
 def key_of(conversation: str) -> str:
@@ -137,3 +140,22 @@ class Homes:
     def forget(self, conversation: str) -> None:
         """The conversation is deleted."""
         self._client.delete(key_of(conversation))
+
+    def claim(self, conversation: str, node: str) -> bool:
+        """Keep copies of a conversation that `node` sends from being taken for left-overs.
+
+        False while one is being deleted. It lasts an hour, or until `release`.
+        """
+        return self._claimed(conversation, node, node, _CLAIM)
+
+    def clearing(self, conversation: str, own: str) -> bool:
+        """Claim the left-over copy of node `own` while it is deleted; False while one is sent."""
+        return self._claimed(conversation, own, "", _CLEARING)
+
+    def _claimed(self, conversation: str, own: str, value: str, seconds: int) -> bool:
+        args = {"conversation": conversation, "own": own, "value": value, "seconds": seconds}
+        return bool(scripts.call(self._client, "claim", args) == b"ok")
+
+    def release(self, conversation: str) -> None:
+        """Nothing of the conversation is on its way any more."""
+        self._client.delete(f"tandem:moving:{conversation}")

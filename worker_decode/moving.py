@@ -95,6 +95,8 @@ class Moving:
         self._save = save
         self._lock = threading.Lock()
         self._links: Links | None = None
+        self._copied: dict[str, Any] = {}
+        self._outlet = Outlet(store, store.environment.path / "moves")
         self._node: Node | None = None
         self._looked = 0.0
         self._stopped = threading.Event()
@@ -117,15 +119,11 @@ class Moving:
         if node is None or now != heir:
             raise Stays(f"decode node {heir} is not there any more")
         self._settle()
-        client = store_of(node, _PATIENCE)
-        try:
-            own = self._config.node
-            ident = conversation_of(job, self._store)
-            copy_records(
-                self._store, client, ident, job.previous, lambda o: self._homes.settle(o, own)
-            )
-        finally:
-            client.close()
+        ident = conversation_of(job, self._store)
+        if not self._homes.claim(ident, self._config.node):
+            raise Stays("an old copy of its conversation is being deleted")
+        with closing(store_of(node, _PATIENCE)) as there:
+            self._copied[job.id] = self._copy(there, ident, job.previous)
 
     def send(self, job: Job, heir: str, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Send a state, snapshot last, to decode node `heir`; the facts once it is there.
@@ -149,9 +147,16 @@ class Moving:
 
     def left(self, job: Job) -> None:
         """Delete what is here of the conversation; its turns that others branch from stay."""
-        conversation = conversation_of(job, self._store)
-        self._forget([job.id, *self._store.conversation_turns(conversation)])
-        self._store.delete_conversation(conversation)
+        ident = conversation_of(job, self._store)
+        if self._copied.pop(job.id, None) != self._known(ident):  # renamed, say, since then
+            node = self._nodes.get("decode", self._homes.of(ident))
+            if node is None:
+                raise StoreError("the node that it went to is away")
+            with closing(store_of(node, _PATIENCE)) as there:
+                self._copy(there, ident, job.previous)
+        self._forget([job.id, *self._store.conversation_turns(ident)])
+        self._store.delete_conversation(ident)
+        self._homes.release(ident)
 
     def move(self, ident: str, to: str) -> dict[str, Any]:
         """Bring an idle conversation with its stored states to decode node `to`; what it was.
@@ -172,22 +177,34 @@ class Moving:
         if record["head"]:
             self._save(record["head"])
         self._settle()
+        if not self._homes.claim(ident, own):
+            raise StoreError(f"an old copy of {ident} is being deleted: try again")
         with closing(store_of(node, _LONG)) as there:
-            sent = send_bundle(self._store, there, ident)
+            sent = send_bundle(there, ident, self._outlet)
             before = self._copy(there, ident)
-            if not self._homes.switch(ident, own, to, count):
+            moved = self._homes.switch(ident, own, to, count)
+            if self._store.get_conversation(ident) is None and (
+                moved or self._homes.of(ident) in ("", own)
+            ):
+                # Who deleted it did so before the copy was there, or does so now.
+                there.delete_conversation(ident)
+                self._homes.forget(ident)
+                self._homes.release(ident)
+                raise StoreError(f"{ident} was deleted while it was copied")
+            if not moved:
                 raise StoreError(f"{ident} is busy: try again when its answer has ended")
             if self._known(ident) != before:  # renamed, say, in the meantime
                 self._copy(there, ident)
         self._forget(self._store.conversation_turns(ident))
         self._store.delete_conversation(ident)
+        self._homes.release(ident)
         log.info("%s is at home on %s now", ident, to)
         seconds = round(time.monotonic() - began, 3)
         return {"conversation": ident, "from": own, "to": to, "seconds": seconds, **sent}
 
-    def _copy(self, there: StoreClient, ident: str) -> Any:
+    def _copy(self, there: StoreClient, ident: str, previous: str | None = None) -> Any:
         own, before = self._config.node, self._known(ident)
-        copy_records(self._store, there, ident, None, lambda o: self._homes.settle(o, own))
+        copy_records(self._store, there, ident, previous, lambda o: self._homes.settle(o, own))
         return before
 
     def _known(self, ident: str) -> Any:
@@ -266,9 +283,8 @@ def copy_records(
     )
 
 
-def send_bundle(store: Store, there: StoreClient, ident: str) -> dict[str, Any]:
+def send_bundle(there: StoreClient, ident: str, outlet: Outlet) -> dict[str, Any]:
     """Put a conversation with its states into another store: counts. Raises StoreError."""
-    outlet = Outlet(store, store.environment.path / "moves")
     made = outlet.open(ident)
     name, done = made["name"], 0
     try:
@@ -319,8 +335,14 @@ def clear_strays(
             if others[home].get_conversation(ident) is None or not theirs.issuperset(ours):
                 log.warning("%s is at home on %s, which does not have all of it", ident, home)
                 continue
-            forget(ours)
-            found += bool(store.delete_conversation(ident))
+            if not homes.clearing(ident, own):
+                continue  # it is on its way here
+            try:
+                if homes.of(ident) == home:
+                    forget(ours)
+                    found += bool(store.delete_conversation(ident))
+            finally:
+                homes.release(ident)
     for client in others.values():
         client.close()
     return found

@@ -218,8 +218,19 @@ class Stores:
         if not self._several(seen):
             return ask(self._alone)
         home, reached = self._homes.of(conversation), self._reached(seen)
-        if home in reached:
-            return ask(reached[home])
+        while home in reached:
+            failed: StoreError | None = None
+            try:
+                found = ask(reached[home])
+            except StoreUnavailable:
+                raise
+            except StoreError as error:
+                found, failed = None, error
+            if found or (now := self._homes.of(conversation)) == home:
+                if failed is not None:
+                    raise failed
+                return found
+            home = now  # it has moved while we asked
         missing = self._missing(seen, reached)
         if home in missing:
             raise StoreAway(
@@ -244,7 +255,8 @@ class Stores:
             return self._alone.get_turn(turn_id)
         reached = self._reached(seen)
         known = self._turns.get(turn_id, "")
-        for name in sorted(reached, key=lambda name: name != known):
+        names = sorted(reached, key=lambda name: name != known)
+        for name in [*names, *names[:-1]]:  # it may move to one that was asked before
             turn = reached[name].get_turn(turn_id)
             if turn is None:
                 continue

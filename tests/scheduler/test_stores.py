@@ -283,3 +283,23 @@ def test_the_status_page_counts_all_stores(stack: Stack, far: Far) -> None:
     with contextlib.closing(stack.client()):
         text = httpx.get(f"{stack.url}/metrics").text
     assert "tandem_store_conversations 3.0" in text
+
+
+def test_what_moves_while_it_is_asked_for_is_found_at_its_new_home(
+    stack: Stack, far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ident = at(stack, far, "far")
+    homes, of = ["local", "local"], Homes.of
+
+    def before(self: Homes, conversation: str) -> str:
+        return homes.pop() if homes else of(self, conversation)
+
+    monkeypatch.setattr(Homes, "of", before)
+    with stack.client() as client:
+        homes[:] = ["local"]
+        assert client.conversations.retrieve(ident).id == ident
+        homes[:] = ["local"]
+        stack.backend.stores.update_conversation(ident, metadata={"title": "sea"})
+    record = far.store.get_conversation(ident)
+    assert record is not None
+    assert record["metadata"] == {"title": "sea"}

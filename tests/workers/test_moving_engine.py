@@ -28,6 +28,7 @@ from store.errors import StoreError, StoreUnavailable
 from store.remote import Remote
 from store.rpc import StoreClient
 from store.serving import Server, serve
+from store.store import Store
 from transport.errors import LinkError
 from transport.receiver import Receiver
 from worker_decode.moving import Moving, clear_strays, copy_records
@@ -401,6 +402,10 @@ def test_copies_that_a_move_has_left_go_at_the_next_start(pair: Pair) -> None:
     homes.begin(TALK, "m3")
     store = pair.leaving.store
     assert clear_strays(store, homes, nodes, "m3", lambda turns: None) == 0
+    other = pair.other.store
+    assert clear_strays(other, homes, nodes, "m4", lambda turns: None) == 0, "on its way there"
+    assert other.conversation_turns(TALK) == [first.id]
+    homes.release(TALK)
     assert clear_strays(pair.other.store, homes, nodes, "m4", lambda turns: None) == 1
     assert pair.other.store.get_conversation(TALK) is None
     homes.begin(TALK, "m4")
@@ -410,4 +415,66 @@ def test_copies_that_a_move_has_left_go_at_the_next_start(pair: Pair) -> None:
     assert clear_strays(store, homes, nodes, "m3", gone.extend) == 1
     assert gone == [first.id]
     assert store.get_conversation(TALK) is None
+    assert homes.claim(TALK, "m4"), "nothing holds it any more"
+    assert homes.clearing(TALK, "m4")
+    assert not homes.claim(TALK, "m3")
+    with pytest.raises(Stays, match="old copy"):
+        pair.mover.prepare(first, "m4")
+    homes.release(TALK)
     pair.client.delete(key_of(TALK))
+
+
+def test_what_is_renamed_while_its_answer_leaves_has_its_new_name(pair: Pair) -> None:
+    first, past = first_turn(pair)
+    job = make_job(
+        [*past, *ids(20)], request=asking(4), previous=first.id, conversation=TALK, owner="@ann"
+    )
+    pair.move(job, 2)
+    pair.leaving.store.update_conversation(TALK, metadata={"title": "sea"})
+    Homes(pair.client).begin(TALK, "m4")
+    pair.mover.left(job)
+    assert pair.leaving.store.get_conversation(TALK) is None
+    record = pair.other.store.get_conversation(TALK)
+    assert record is not None
+    assert (record["metadata"], record["head"]) == ({"title": "sea"}, job.id)
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+def test_what_is_deleted_while_it_moves_does_not_come_back(
+    pair: Pair, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_turn(pair)
+    pair.leaving.settle()
+    homes = Homes(pair.client)
+    homes.begin(TALK, "m3")
+    switch = Homes.switch
+
+    def late(self: Homes, *given: Any) -> bool:
+        moved = when == "after it" and switch(self, *given)
+        pair.leaving.store.delete_conversation(TALK)
+        homes.forget(TALK)
+        return moved or switch(self, *given)
+
+    monkeypatch.setattr(Homes, "switch", late)
+    with pytest.raises(StoreError, match="was deleted"):
+        pair.mover.move(TALK, "m4")
+    assert pair.other.store.get_conversation(TALK) is None
+    assert homes.of(TALK) == ""
+
+
+def test_two_conversations_move_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    first_turn(pair)
+    second = "conv_" + "9" * 32
+    pair.leaving.answer(make_job(ids(), request=asking(2), conversation=second))
+    pair.leaving.settle()
+    export, moved = Store.export_conversation, []
+
+    def during(self: Store, ident: str, path: Path) -> Any:
+        made = export(self, ident, path)
+        if ident == TALK:
+            moved.append(pair.mover.move(second, "m4")["turns"])
+        return made
+
+    monkeypatch.setattr(Store, "export_conversation", during)
+    assert pair.mover.move(TALK, "m4")["turns"] == 1
+    assert moved == [1]
