@@ -95,7 +95,7 @@ class Early:
         here = arrival.pieces[-1].header.stop
         tokens = max(arrival.tokens, here + here // 8) + _BEYOND
         nbytes = self._model.layout.state_bytes(tokens)
-        if not self._memory.reserve(nbytes):
+        if not self._memory.spare(nbytes):
             return None
         begun = _Begun(arrival, Restoring(self._model, tokens), nbytes)
         self._begun[name] = begun

@@ -219,8 +219,9 @@ class Engine:
                 note_forks(answer.execution.notes, self._batch.facts, self._drafting, event)
                 finished.append(self._finish(answer, event))
         told = time.monotonic()
-        self.kept.look_after()
+        # It gives way first: what conversations give way to has to be written.
         self._early.look_after(self.free(), busy=True)
+        self.kept.look_after()
         now = time.monotonic()
         self._loop.step(began, stepped, told, chunk, now)
         for watch in ended:

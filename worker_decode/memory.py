@@ -47,6 +47,14 @@ class Memory:
             finally:
                 self._wanted.remove(nbytes)
 
+    def spare(self, nbytes: int) -> bool:
+        """Promise `nbytes` at once, where there is as much beside what all who wait need."""
+        with self._changed:
+            if self._used + sum(self._wanted) + nbytes > self.limit:
+                return False
+            self._used += nbytes
+            return True
+
     def take(self, nbytes: int) -> None:
         """Account for bytes that exist already, whether they fit or not."""
         with self._changed:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-from decode_kit import Parts, contents, make_job, offer, state_of
+from decode_kit import Node, Parts, asking, contents, make_job, offer, state_of
+from redis_kit import eventually
 
 from engine.model import Model
 from store.codec.header import CodecError, Piece
@@ -182,6 +185,46 @@ def test_it_gives_way_to_who_waits_for_memory(
     assert parts.memory.used == granted, "there is no room to begin"
     start = end(parts, response(1), [])
     assert (start.early, len(start.ids)) == (0, len(IDS) - 1)
+
+
+def test_it_takes_nothing_that_somebody_is_about_to_be_given(
+    parts: Parts, early: Early, pieces: list[Piece]
+) -> None:
+    begin(parts, response(1), pieces, len(IDS) - 1)
+    memory, nbytes = parts.memory, 64 << 20
+    memory.take(nbytes)
+    memory.limit = memory.used
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(memory.reserve, nbytes, 60.0)
+        eventually(lambda: memory.wanted, "nobody waits")
+        with memory._changed:  # who waits is told, and has not been given it yet
+            memory.release(nbytes)
+            used = memory.used
+            early.look_after(1, busy=False)
+            assert memory.used == used
+        assert waiting.result()
+
+
+def test_it_gives_way_before_conversations_do(
+    loaded: Model, words: Any, tmp_path: Path, pieces: list[Piece]
+) -> None:
+    node = Node(loaded, words, tmp_path, store={"idle_seconds": 3600})
+    try:
+        node.answer(make_job(IDS[:40], request=asking(4)))
+        node.inbox.admit(offer(loaded, response(1), 32 << 20))
+        for piece in pieces:
+            node.inbox.piece(response(1), piece)
+        used = node.memory.used
+        node.engine.idle()
+        assert node.memory.used > used
+        node.memory.limit = used
+        node.engine.kept.next_look = 0.0
+        node.engine.step()
+        assert node.memory.used == used
+        assert node.engine.kept.saving == set()
+        node.inbox.discard(response(1))
+    finally:
+        node.close()
 
 
 def test_only_what_can_be_decoded_soon_is_unpacked(
