@@ -248,6 +248,9 @@ class DecodeLoop(LoopWorker):
                 with notes.stage("hand over"):
                     sent = dict(tail())
             except Exception as error:
+                if not self._leaving.reaches(execution, heir):
+                    self.settle(execution, partial(self._give_back, execution))
+                    return
                 log.warning("%s goes on at %s without its state: %s", job.id, heir, error)
                 sent = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
             notes.fork("node", heir, "this one is to stop")

@@ -106,6 +106,18 @@ class Leaving:
         log.info("%s is finished here: %s", row.job.id, why)
         self._stay.add(row.id)
 
+    def reaches(self, row: Execution, heir: str) -> bool:
+        """Whether `heir`, which did not get the state of this answer, is there and has its records;
+        else neither goes to a node that may not come back."""
+        assert self._mover is not None
+        try:
+            self._mover.prepare(row.job, heir)
+        except Exception as error:
+            log.warning("%s waits here: decode node %s is not reached: %s", row.job.id, heir, error)
+            self._stay.add(row.id)
+            return False
+        return True
+
     def left(self, job: Job) -> None:
         """See Mover."""
         assert self._mover is not None

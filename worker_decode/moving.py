@@ -115,11 +115,13 @@ class Moving:
         """Copy the records of the job's conversation. Raises Stays, StoreError."""
         if not self._runs.alone(job):
             raise Stays("another answer of its conversation is under way")
+        ident = conversation_of(job, self._store)
+        if self._runs.branches(ident, self._store.conversation_turns(ident)):
+            raise Stays("an answer that branches from its conversation is under way")
         now, node = self.heir(), self._node
         if node is None or now != heir:
             raise Stays(f"decode node {heir} is not there any more")
         self._settle()
-        ident = conversation_of(job, self._store)
         if not self._homes.claim(ident, self._config.node):
             raise Stays("an old copy of its conversation is being deleted")
         with closing(store_of(node, _PATIENCE)) as there:
@@ -182,7 +184,8 @@ class Moving:
         with closing(store_of(node, _LONG)) as there:
             sent = send_bundle(there, ident, self._outlet)
             before = self._copy(there, ident)
-            moved = self._homes.switch(ident, own, to, count)
+            branches = self._runs.branches(ident, self._store.conversation_turns(ident))
+            moved = not branches and self._homes.switch(ident, own, to, count)
             if self._store.get_conversation(ident) is None and (
                 moved or self._homes.of(ident) in ("", own)
             ):

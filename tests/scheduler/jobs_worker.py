@@ -185,7 +185,7 @@ class CountingDecode:
 
         def tail() -> Mapping[str, Any]:
             at("mid_hand_over")
-            if execution.job.request.get("fail") == "move":
+            if execution.job.request.get("fail") in ("move", "gone"):
                 raise OSError("link is down")
             return {"bytes": 100, "seconds": 0.0, "path": "tcp", "at_token": said}
 
@@ -201,6 +201,9 @@ class CountingDecode:
 class FakeMover:
     """The node that is named takes over; nothing has to be copied."""
 
+    def __init__(self) -> None:
+        self.prepared: set[str] = set()
+
     def heir(self) -> str:
         return str(SPEC.get("heir", ""))
 
@@ -208,6 +211,9 @@ class FakeMover:
         at("mid_prepare")
         if job.request.get("fail") == "prepare":
             raise OSError("the other store does not answer")
+        if job.request.get("fail") == "gone" and job.id in self.prepared:
+            raise OSError("the other store does not answer any more")
+        self.prepared.add(job.id)
 
     def left(self, job: Job) -> None:
         at("mid_left")

@@ -120,6 +120,21 @@ def test_a_state_that_cannot_be_sent_is_computed_there(
     nothing_left(client)
 
 
+def test_an_answer_does_not_go_to_a_node_that_is_gone(
+    client: redis.Redis, jobs: Jobs, stack: Any
+) -> None:
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.01, log="CRITICAL")
+    new = talk(answer=200, request={"fail": "gone"})
+    begun(jobs, new)
+    assert leaving.stop() == 0
+    assert Homes(client).of(TALK) == "m3"
+    if jobs.get(new.id).status == "queued":
+        stack("decode", node="m3")
+    job = check(client, jobs, new)
+    assert (job.node, moved(job)) == ("m3", [])
+    nothing_left(client)
+
+
 def test_records_that_cannot_be_copied_keep_the_answer_here(
     client: redis.Redis, jobs: Jobs, stack: Any
 ) -> None:

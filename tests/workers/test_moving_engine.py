@@ -462,6 +462,32 @@ def test_what_is_deleted_while_it_moves_does_not_come_back(
     assert homes.of(TALK) == ""
 
 
+def test_a_past_stays_while_an_answer_that_branches_from_it_is_said(pair: Pair) -> None:
+    first, past = first_turn(pair)
+    pair.leaving.settle()
+    branch = make_job(
+        [*past, *ids(20)], request=asking(4), previous=first.id, conversation="conv_" + "8" * 32
+    )
+    run = pair.leaving.execution(branch)
+    pair.leaving.engine.add(run, branch)
+    pair.client.zadd("tandem:jobs:decoding", {branch.id: 1})
+    record = {"conversation": branch.conversation, "previous": first.id}
+    pair.client.hset(f"tandem:job:{branch.id}", mapping=record)
+    with pytest.raises(StoreError, match="busy"):
+        pair.mover.move(TALK, "m4")
+    with pytest.raises(Stays, match="branches"):
+        pair.mover.prepare(make_job(ids(), previous=first.id, conversation=TALK), "m4")
+    pair.mover.prepare(branch, "m4")
+    while not (ended := pair.leaving.engine.step()):
+        pass
+    assert ended[0].error is None
+    assert ended[0].commit is not None
+    ended[0].commit()
+    assert pair.leaving.said(branch) == pair.leaving.oracle(branch)
+    pair.client.zrem("tandem:jobs:decoding", branch.id)
+    assert pair.mover.move(TALK, "m4")["to"] == "m4"
+
+
 def test_two_conversations_move_at_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     first_turn(pair)
     second = "conv_" + "9" * 32
