@@ -35,6 +35,8 @@ from store.rpc import StoreClient
 
 KEEP = 90 * 86_400
 """Seconds for which a pointer outlives its latest use."""
+DRAINED = "drained"
+"""The fact of a decode node that takes no new conversations, as its operator wishes."""
 _CLAIM = 3600
 _CLEARING = 60
 
@@ -47,12 +49,19 @@ def key_of(conversation: str) -> str:
 def begin_at(nodes: Iterable[Node], own: str) -> str:
     """The decode node that a new conversation goes to: the ready one whose batch has most room.
 
-    `own`, the asker's, where others have no more; it is also the answer where none is ready.
+    `own`, the asker's, where others have no more; it is also the answer where none is ready. One
+    that is drained takes them where no other is ready.
     """
     ready = [node for node in nodes if node.role == "decode" and node.state == "ready"]
     if not ready:
         return own
-    return min(ready, key=lambda node: (_busy(node), node.name != own, node.name)).name
+    order = [(not takes_new(node), _busy(node), node.name != own, node.name) for node in ready]
+    return min(order)[-1]
+
+
+def takes_new(node: Node) -> bool:
+    """Whether a new conversation may begin on a node while others are there as well."""
+    return node.role == "decode" and node.state == "ready" and not node.facts.get(DRAINED)
 
 
 def successor(nodes: Iterable[Node], leaving: str, fingerprint: str) -> Node | None:
@@ -68,7 +77,8 @@ def successor(nodes: Iterable[Node], leaving: str, fingerprint: str) -> Node | N
         and node.link
         and node.rpc
     ]
-    return min(fit, key=lambda node: (_busy(node), node.name)) if fit else None
+    order = sorted(fit, key=lambda node: (not takes_new(node), _busy(node), node.name))
+    return order[0] if order else None
 
 
 def store_of(node: Node, timeout: float) -> StoreClient:

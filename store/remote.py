@@ -51,6 +51,7 @@ REMOTE_METHODS = frozenset(
         "import_end",
         "import_close",
         "move_conversation",
+        "take_new",
     }
 )
 

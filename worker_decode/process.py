@@ -22,6 +22,7 @@ from engine.profile import find, prefill_rate
 from engine.text import load_tokenizer
 from scheduler.config import Config
 from scheduler.decode_loop import DecodeLoop
+from scheduler.homes import DRAINED
 from scheduler.host.role import run_role
 from scheduler.jobs import Jobs
 from scheduler.ledger.clock import Clock
@@ -173,6 +174,12 @@ def run(config: Config, model_dir: Path) -> int:
             return store.delete_conversation(ident)
 
         server.add("delete_conversation", delete_conversation)
+
+        def take_new(yes: bool) -> None:
+            known[DRAINED] = not yes
+            presence.update(facts={**presence.node.facts, DRAINED: not yes})
+
+        server.add("take_new", take_new)
         server.add("move_conversation", mover.move)
         loop = DecodeLoop(
             config.redis_url,

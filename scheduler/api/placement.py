@@ -16,6 +16,7 @@ from scheduler.api.prompt import Prompt
 from scheduler.api.schema import ResponseRequest
 from scheduler.api.shaping import Shaping
 from scheduler.extension import FEW, METADATA, Costs, choose, measure, parse, worth_resuming
+from scheduler.homes import takes_new
 from scheduler.record import Priority
 from store.errors import StoreError
 
@@ -70,7 +71,8 @@ def find_place(
     preamble = last = 0
     if not held and _may_share(body):
         held, route, there = _stored(backend, body, owner, node, prompt.ids)
-        if held and lineage.new and lineage.previous is None:
+        free = lineage.new and lineage.previous is None
+        if held and free and (there == node or _takes_new(backend, there)):
             node = there  # a new conversation begins where its prompt's beginning is stored
         elif there != node:
             held, route = 0, {}
@@ -108,6 +110,10 @@ def _home(backend: Backend, lineage: Lineage) -> tuple[str, str | None]:
         home = "" if lineage.new else store.home(lineage.conversation)
         past = store.node_of(lineage.previous) if lineage.previous is not None else ""
     return home or past or backend.decode_node(), home
+
+
+def _takes_new(backend: Backend, name: str) -> bool:
+    return any(takes_new(node) for node in backend.present() if node.name == name)
 
 
 def _route(

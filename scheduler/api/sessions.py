@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from scheduler.api.backend import Backend
 from scheduler.api.faults import Fault
 from scheduler.api.schema import ResponseRequest
+from scheduler.homes import takes_new
 from store.errors import StoreError
 
 HEADERS = ("x-claude-code-session-id", "session-id", "x-session-id")
@@ -45,7 +46,7 @@ def steer(backend: Backend, owner: str, session: str | None, fields: dict[str, A
     with contextlib.suppress(RedisError):
         known = backend.redis.hgetall(key_of(owner, session))
         node, turn = (_text(known, name) for name in (b"node", b"turn"))
-        ready = {n.name for n in backend.present() if n.role == "decode" and n.state == "ready"}
+        ready = {node.name for node in backend.present() if takes_new(node)}
         free = not fields["held_tokens"] and fields["previous"] is None and not fields["home"]
         if node in ready and free:
             fields["node"] = node

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.config import ConfigError
-from scheduler.homes import Homes, store_of, successor
-from scheduler.nodes import Nodes
+from scheduler.homes import DRAINED, Homes, store_of, successor
+from scheduler.nodes import Node, Nodes
 from scheduler.redis_client import connect
 from store.errors import StoreError, StoreUnavailable
 
@@ -29,7 +29,8 @@ The nodes that this Tandem's Redis knows of.
 
   tandem node list                each node, its state, what it does now
   tandem node move ID --to NAME   bring an idle conversation to another decode node
-  tandem node drain NAME          bring all of its idle conversations to others
+  tandem node drain NAME          bring all of its idle conversations to others, and begin no
+                                  new ones there until it restarts (or drain NAME --undo)
   tandem node forget NAME         a decode node does not come back
 
 Conversations lie on one decode node each. While a node is away, what may lie there is answered
@@ -48,7 +49,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for name, text, run in (
         ("list", "each node, its state, what it does now", run_list),
         ("move", "bring an idle conversation, with its state, to another decode node", run_move),
-        ("drain", "bring all idle conversations of a decode node to others", run_drain),
+        (
+            "drain",
+            "bring a decode node's idle conversations to others; begin none there",
+            run_drain,
+        ),
         ("forget", "a decode node does not come back", run_forget),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -60,6 +65,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             command.add_argument("--to", metavar="NAME", required=True, help="the new home")
         if name == "drain":
             command.add_argument("--to", metavar="NAME", help="there (whichever has most room)")
+            command.add_argument("--undo", action="store_true", help="begin new ones there again")
         if name in ("forget", "drain"):
             command.add_argument("name", metavar="NAME", help="as `tandem node list` shows it")
 
@@ -68,7 +74,13 @@ def run_list(args: argparse.Namespace) -> int:
     """List the nodes that live, and the decode nodes that are missed."""
     seen = _ask(args, Nodes.survey)
     rows = [
-        {"role": n.role, "name": n.name, "state": n.state, "host": n.host, "pid": n.pid}
+        {
+            "role": n.role,
+            "name": n.name,
+            "host": n.host,
+            "pid": n.pid,
+            "state": DRAINED if n.state == "ready" and n.facts.get(DRAINED) else n.state,
+        }
         for n in seen.nodes
     ]
     rows += [{"role": "decode", "name": name, "state": "away"} for name in seen.away]
@@ -114,6 +126,10 @@ def _move(client: redis.Redis, ident: str, to: str) -> dict[str, Any]:
 
 def run_drain(args: argparse.Namespace) -> int:
     """Move everything that is idle on a node; 1 where something stayed."""
+    if args.undo:
+        _with(args, lambda client: _undo(client, str(args.name)))
+        print(json.dumps({"undone": args.name}) if args.json else f"{args.name} takes new ones")
+        return 0
     moved, stayed = _with(args, lambda client: _drain(client, str(args.name), args.to or ""))
     if args.json:
         print(json.dumps({"moved": moved, "stayed": stayed}))
@@ -122,15 +138,28 @@ def run_drain(args: argparse.Namespace) -> int:
     return 1 if stayed else 0
 
 
-def _drain(client: redis.Redis, name: str, to: str) -> tuple[int, int]:
-    nodes, homes = Nodes(client), Homes(client)
+def _undo(client: redis.Redis, name: str) -> None:
+    with closing(store_of(_there(Nodes(client), name), PATIENCE)) as store:
+        store.call("take_new", yes=True)
+
+
+def _there(nodes: Nodes, name: str) -> Node:
     node = nodes.get("decode", name)
     if node is None:
         raise ConfigError(f"no decode node {name} is there: see `tandem node list`")
+    return node
+
+
+def _drain(client: redis.Redis, name: str, to: str) -> tuple[int, int]:
+    nodes, homes = Nodes(client), Homes(client)
+    node = _there(nodes, name)
+    if not to and successor(nodes.list("decode"), name, node.fingerprint) is None:
+        raise ConfigError("no other decode node of the same model is ready")
     moved = stayed = 0
     before: tuple[str, float] | None = None
     status = Console(stderr=True).status("looking")
     with closing(store_of(node, PATIENCE)) as store, status:
+        store.call("take_new", yes=False)
         while page := store.list_conversations(None, 100, None, before):
             before = (page[-1]["id"], float(page[-1]["created"]))
             known = homes.of_all([one["id"] for one in page])

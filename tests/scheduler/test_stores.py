@@ -238,6 +238,12 @@ def test_where_conversations_begin_and_who_takes_over() -> None:
                  ("d", "ready", 1, "g"))  # fmt: skip
     assert begin_at(some, "a") == "b"
     assert begin_at(some, "d") == "d"
+    drained = Node("decode", "e", state="ready", fingerprint="f", link="h:1", rpc="r",
+                   facts={"rows": 0, "slots": 8, "drained": True})  # fmt: skip
+    assert begin_at([*some, drained], "e") == "b"
+    assert begin_at([drained], "a") == "e", "rather there than nowhere"
+    assert successor([*some, drained], "a", "f") == some[1]
+    assert successor([some[0], drained], "a", "f") == drained
     assert begin_at(nodes(("a", "starting", 0, "f")), "z") == "z"
     found = successor(some, "a", "f")
     assert found is not None

@@ -342,6 +342,8 @@ def test_a_node_is_drained_from_the_command_line(
     pair: Pair, redis_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair.rpc[0].add("move_conversation", pair.mover.move)
+    told_new: list[bool] = []
+    pair.rpc[0].add("take_new", lambda yes: told_new.append(yes))
     idents = [f"conv_{k:032x}" for k in range(3)]
     for ident in idents:
         job = make_job(ids(), request=asking(2), conversation=ident)
@@ -370,6 +372,15 @@ def test_a_node_is_drained_from_the_command_line(
     assert f"{busy}: m3 -> m4, 1 turns, 1 states" in told
     assert tandem("move", "conv_x", "--to", "m4")[0] != 0
     assert tandem("drain", "m3") == (0, "0 conversations moved, 0 stayed\n")
+    assert told_new == [False, False]
+    assert tandem("drain", "m3", "--undo") == (0, "m3 takes new ones\n")
+    assert told_new[-1] is True
+    pair.presence[1].update(state="draining")
+    eventually(lambda: pair.mover._nodes.get("decode", "m4").state == "draining", "")  # type: ignore[union-attr]  # it lives
+    status, told = tandem("drain", "m3")
+    assert status != 0
+    assert "no other decode node" in told
+    assert len(told_new) == 3
 
 
 def test_what_comes_in_is_bounded(pair: Pair) -> None:
