@@ -138,10 +138,14 @@ class Engine:
         return self._batch.slots - len(self._batch)
 
     def prepare(self, execution: Execution, job: Job) -> None:
-        """See scheduler.decode_loop.Preparing: a large schema would hold up every row."""
+        """See scheduler.decode_loop.Preparing: a large schema would hold up every row. Raises
+        JobError for one that cannot be followed."""
         if (job.request.get("params") or {}).get("grammar"):
-            with execution.notes.stage("grammar"), charge(execution.notes.meter):
-                compile_grammar(job, self._words)
+            try:
+                with execution.notes.stage("grammar"), charge(execution.notes.meter):
+                    compile_grammar(job, self._words)
+            except ModelError as error:
+                raise JobError(str(error)) from error
 
     def add(self, execution: Execution, job: Job) -> None:
         """Find the job's state and start its row. Raises SendBack, JobError."""

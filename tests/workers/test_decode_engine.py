@@ -300,6 +300,15 @@ def test_a_state_that_cannot_be_saved_goes_when_room_is_wanted(
     assert node.said(again) == node.oracle(again)
 
 
+def test_what_is_wrong_with_a_grammar_is_told_to_the_client(node: Node) -> None:
+    """Whether it is compiled ahead, or not before the answer begins."""
+    job = first()
+    job.request["params"]["grammar"] = {"kind": "regex", "text": "(a"}
+    for ready in (node.engine.prepare, node.engine.add):
+        with pytest.raises(JobError, match="the regex cannot be followed"):
+            ready(node.execution(job), job)
+
+
 def test_conversations_make_room_for_an_offer(
     node: Node, loaded: Model, words: Any, tmp_path: Path
 ) -> None:
