@@ -38,6 +38,8 @@ _FIRST_DELAY, _LAST_DELAY, _STABLE = 0.5, 30.0, 60.0
 _SAVING = 70.0
 #: Seconds to end in for a process that was told twice.
 _INSISTING = 10.0
+#: Seconds for the system to end what was killed; on a busy machine that is not at once.
+_DYING = 60.0
 
 
 class StackFailed(Exception):
@@ -184,7 +186,7 @@ class Supervisor:
             self._signal(group, signal.SIGTERM)
             if not self._wait(group, _INSISTING):
                 self._signal(group, signal.SIGKILL)
-                self._wait(group, _INSISTING)
+                self._wait(group, _DYING)
 
     def stop(self) -> None:
         """Stop everything and leave nothing behind: drain, then insist, then kill. Idempotent."""

@@ -16,7 +16,7 @@ def stack(model_dir: Path) -> object:
     yield from running(model_dir, link={"backend": "rdma", "deadline_seconds": 10.0})
 
 
-@pytest.mark.rotate(3)
+@pytest.mark.rotate(5)
 def test_state_crosses_by_rdma_and_survives_the_death_of_either_worker(stack: Running) -> None:
     def ask() -> None:
         done = stack.post(

@@ -20,7 +20,7 @@ from scheduler.nodes import Nodes
 from scheduler.redis_client import connect
 from store.rpc import StoreClient
 
-pytestmark = pytest.mark.rotate(2)
+pytestmark = pytest.mark.rotate(4)
 
 
 @pytest.fixture(scope="module")
