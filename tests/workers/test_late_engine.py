@@ -229,6 +229,37 @@ def test_blocks_of_the_answer_leave_while_it_is_said(prefill: Engine, decode: De
     assert unpacked == [{"tokens": len(prompt) - 1 + 10, "early": block}]
 
 
+def test_a_link_that_breaks_in_the_answer_is_formed_anew(
+    prefill: Engine, decode: DecodeKit
+) -> None:
+    """What had come of it, and was unpacked already, is forgotten there."""
+    block = prefill._model.layout.block_tokens
+    prompt = ids(block - 4)
+    job = make_job(prompt, request=asking(30))
+    run = decode.execution(job)
+    unpacked: list[int] = []
+
+    def waiting() -> int:
+        if len(decode.said(job)) == 10:
+            eventually(lambda: decode.inbox.received_bytes, "the answer's rows do not arrive")
+            (arrival,) = decode.inbox.arrivals().values()
+            while decode.engine.idle():
+                pass
+            unpacked.append(decode.memory.used - arrival.granted)
+            prefill._links.link("local").drop()
+        return int(len(decode.said(job)) >= 14)
+
+    stay = Staying(lambda: None, waiting, lambda w: Choice(True, ""), lambda: None)
+    handoff = dict(prefill.begin(run, job, lambda _: False, stay)())
+    assert unpacked[0] > 0
+    assert (handoff["attempts"], handoff["late"]["tokens"]) == (2, 14)
+    again = make_job(prompt, ident=job.id, request=job.request, handoff=handoff)
+    decode.answer(again, replay_of(decode.events[job.id]))
+    assert decode.said(job) == decode.oracle(job)
+    decode.settle()
+    assert decode.memory.used == 0
+
+
 def test_a_state_without_its_log_is_not_used(prefill: Engine, decode: DecodeKit) -> None:
     """Redis lost what was said: the state is ahead of the log, and the answer is made again."""
     job = make_job(ids(), request=asking(20))
