@@ -230,3 +230,22 @@ def test_frozen_while_an_answer_leaves(
     check(client, jobs, more)
     assert jobs.get(new.id).events == job.events
     nothing_left(client)
+
+
+@pytest.mark.rotate(3)
+@pytest.mark.parametrize("point", ["after_take", "mid_decode", "before_finish"])
+def test_the_taking_node_freezes(client: redis.Redis, jobs: Jobs, stack: Any, point: str) -> None:
+    """The answer waits for it with its lease gone; when it wakes it is told once, from its log."""
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.02)
+    new = talk(answer=200)
+    begun(jobs, new)
+    frozen = stack("decode", node="m4", step_s=0.001, point=point, act="stop")
+    assert leaving.stop() == 0
+    eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
+    stack("decode", node="m3")  # it looks after leases
+    eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
+    assert jobs.get(new.id).queue == "decode-m4"
+    os.kill(frozen.process.pid, signal.SIGCONT)
+    job = check(client, jobs, new)
+    assert (job.node, len(moved(job))) == ("m4", 1)
+    nothing_left(client)
