@@ -29,13 +29,13 @@ _BEYOND = 256
 @dataclass
 class _Begun:
     arrival: Arrival
-    restoring: Restoring
+    restoring: Restoring | None
+    """None once it has failed: nothing can be made of what is here."""
     nbytes: int
     seen: int = 0
     """How many of the arrival's pieces were looked at."""
     rows: int = 0
     """How many of these were rows, which are in the arrays now."""
-    failed: bool = False
 
 
 class Early:
@@ -75,9 +75,10 @@ class Early:
         """The state of an arrival that the inbox has given out as `pieces`, of which `rows` are
         the rows: only what has not been unpacked yet is. Raises CodecError as `restore` does."""
         begun = self._taken(pieces)
-        if begun is None or begun.failed or begun.restoring.capacity < pieces[-1].header.stop:
+        restoring = None if begun is None else begun.restoring
+        if begun is None or restoring is None or restoring.capacity < pieces[-1].header.stop:
             return restore(self._model, [*rows, pieces[-1]], ids)
-        state = begun.restoring.finish(rows[begun.rows :], pieces[-1], ids)
+        state = restoring.finish(rows[begun.rows :], pieces[-1], ids)
         return replace(state, early=rows[begun.rows - 1].header.stop if begun.rows else 0)
 
     def _taken(self, pieces: list[Piece]) -> _Begun | None:
@@ -103,12 +104,13 @@ class Early:
 
     def _go_on(self, name: str, begun: _Begun, most: int) -> bool:
         """Unpack about `most` bytes; True where some are left."""
-        if begun.failed:
+        restoring = begun.restoring
+        if restoring is None:
             return False
         pieces, took, new = begun.arrival.pieces, 0, []
         while begun.seen < len(pieces) and took < most:
             piece = pieces[begun.seen]
-            if piece.header.stop > begun.restoring.capacity:
+            if piece.header.stop > restoring.capacity:
                 self._drop(name)  # a long answer: begun anew, with more room
                 return self._begin(name, begun.arrival) is not None
             begun.seen += 1
@@ -118,10 +120,11 @@ class Early:
         if not new:
             return False
         try:
-            begun.restoring.add(new)
+            restoring.add(new)
         except CodecError as error:  # who takes it tries all of it again, and tells
             log.warning("the state of %s, as far as it is here: %s", begun.arrival.response, error)
-            begun.failed = True
+            self._memory.release(begun.nbytes)
+            begun.restoring, begun.nbytes = None, 0
             return False
         begun.rows += len(new)
         return begun.seen < len(pieces)

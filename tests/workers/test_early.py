@@ -165,7 +165,9 @@ def test_a_damaged_piece_is_told_by_who_takes_it(
     bad[5] ^= 1
     damaged = [pieces[0], Piece(pieces[1].header, memoryview(bad)), *pieces[2:]]
     begin(parts, response(1), damaged, len(IDS) - 1)
+    granted = parts.memory.used
     unpack(early)
+    assert parts.memory.used == granted, "arrays of which nothing can be made are kept"
     start = end(parts, response(1), [])
     assert start.ids == []
     assert any("unusable" in note for note in start.notes)
