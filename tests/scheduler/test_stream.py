@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -42,8 +43,13 @@ class Writer:
 
     def __init__(self, client: redis.Redis, name: str = NAME) -> None:
         self.client, self.name, self.seq = client, name, 0
+        self._lock = threading.Lock()  # as one script after the other
 
     def write(self, *kinds: str, told: bool = True) -> None:
+        with self._lock:
+            self._write(kinds, told)
+
+    def _write(self, kinds: tuple[str, ...], told: bool) -> None:
         packed = [pack({"type": kind, "n": self.seq + i}) for i, kind in enumerate(kinds)]
         if told:
             message = msgpack.packb([[self.name.encode(), self.seq, packed]], use_bin_type=False)
