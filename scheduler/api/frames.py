@@ -55,6 +55,7 @@ class EventFrames:
         self._job = job
         self._view = EventView(job)
         self._like: dict[str, Any] = {}
+        self._order: tuple[str, ...] = ()
         self._spliced: Spliced | None = None
 
     def render(self, seq: int, data: Mapping[str, Any], ended: Job | None = None) -> bytes:
@@ -63,8 +64,10 @@ class EventFrames:
         if not isinstance(text, str) or data.get("logprobs"):
             return frame(self._view.render(seq, data, ended))
         like = {**data, "delta": "", "ids": None}
-        if self._spliced is None or like != self._like:
-            self._like, self._spliced = like, Spliced(self._maker(data))
+        order = tuple(data)  # of the fields: an event's bytes have it too
+        if self._spliced is None or like != self._like or order != self._order:
+            self._like, self._order = like, order
+            self._spliced = Spliced(self._maker(data))
         if data["type"] == _TEXT_DELTA:
             self._view.hear(text)
         return self._spliced(text, seq)
