@@ -26,8 +26,9 @@ MAX_READ = 8 << 20
 """Bytes of one answer."""
 
 
-class Outlet:
-    """Bundles on their way out. Thread-safe."""
+class _Bundles:
+    """Bundles under way, by name: a number that their way gives a sense, and when they were last
+    used."""
 
     def __init__(self, store: Store, directory: Path) -> None:
         """Removes what an earlier process left in `directory`, which is made when needed."""
@@ -38,6 +39,10 @@ class Outlet:
         with contextlib.suppress(OSError):
             for path in directory.iterdir():
                 path.unlink(missing_ok=True)
+
+
+class Outlet(_Bundles):
+    """Bundles on their way out, each an open file. Thread-safe."""
 
     def open(self, ident: str) -> dict[str, Any]:
         """Write a bundle of conversation `ident`: {"name", "bytes"}. Raises StoreError."""
@@ -92,18 +97,8 @@ class Outlet:
                 os.close(fd)
 
 
-class Inlet:
+class Inlet(_Bundles):
     """Bundles on their way in, one file each, imported once they are whole. Thread-safe."""
-
-    def __init__(self, store: Store, directory: Path) -> None:
-        """Removes what an earlier process left in `directory`, which is made when needed."""
-        self._store = store
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._open: dict[str, tuple[int, float]] = {}
-        with contextlib.suppress(OSError):
-            for path in directory.iterdir():
-                path.unlink(missing_ok=True)
 
     def open(self, nbytes: int) -> str:
         """Begin a bundle of so many bytes; its name. Raises StoreError where it does not fit."""

@@ -168,16 +168,14 @@ def sampling(job: Job, eos_ids: frozenset[int], default_tokens: int) -> Sampling
     )
 
 
+def grammar_asked(job: Job) -> Mapping[str, Any] | None:
+    """What a request says of the grammar that its answer is held to, if it names one."""
+    return (job.request.get("params") or {}).get("grammar") or None
+
+
 def grammar(job: Job, reader: Reader, vocabulary: Callable[[], Vocabulary]) -> Grammar | None:
     """The grammar that a request holds its answer to. Raises ModelError where it is none."""
-    asked: Mapping[str, Any] | None = (job.request.get("params") or {}).get("grammar")
-    if not asked:
+    asked = grammar_asked(job)
+    if asked is None:
         return None
     return Grammar(vocabulary(), asked["kind"], asked["text"], reader.thought())
-
-
-def compile_grammar(job: Job, vocabulary: Callable[[], Vocabulary]) -> None:
-    """Have a request's grammar compiled ahead of its answer. Raises ModelError as `grammar`."""
-    asked: Mapping[str, Any] | None = (job.request.get("params") or {}).get("grammar")
-    if asked:
-        vocabulary().matcher(asked["kind"], asked["text"])

@@ -26,7 +26,7 @@ from scheduler.runs import SendBack
 from store.errors import StoreFull
 from store.meter import charge
 from store.store import Store
-from worker_decode.answers import Answer, compile_grammar, grammar, sampling
+from worker_decode.answers import Answer, grammar, grammar_asked, sampling
 from worker_decode.early import Early
 from worker_decode.hot import Held
 from worker_decode.inbox import Inbox
@@ -140,10 +140,10 @@ class Engine:
     def prepare(self, execution: Execution, job: Job) -> None:
         """See scheduler.decode_loop.Preparing: a large schema would hold up every row. Raises
         JobError for one that cannot be followed."""
-        if (job.request.get("params") or {}).get("grammar"):
+        if (asked := grammar_asked(job)) is not None:
             try:
                 with execution.notes.stage("grammar"), charge(execution.notes.meter):
-                    compile_grammar(job, self._words)
+                    self._words().matcher(asked["kind"], asked["text"])
             except ModelError as error:
                 raise JobError(str(error)) from error
 

@@ -63,6 +63,23 @@ local function unpromise(id)
   end
 end
 
+-- Whether a job of a conversation has yet to end, `but` left out.
+local function lives(talk, but)
+  for _, id in ipairs(redis.call('SMEMBERS', 'tandem:at:' .. talk)) do
+    local status = id ~= but and redis.call('HGET', record(id), 'status')
+    if status and not TERMINAL[status] then return true end
+  end
+  return false
+end
+
+-- Have a conversation at home on a node; who looked before sees by `n` that it has changed.
+local function settle_home(talk, node, seconds)
+  local home = 'tandem:home:' .. talk
+  redis.call('HSET', home, 'node', node)
+  redis.call('HINCRBY', home, 'n', 1)
+  redis.call('EXPIRE', home, seconds)
+end
+
 -- Put the RQ job of a stage into its queue. `fields`: flat list, made by RQ's own Job.to_dict().
 local function enqueue(id, stage, queue, fields, front)
   local jid = shadow_id(id, stage)

@@ -8,10 +8,7 @@ if status and before == args.run then return 'ok' end
 local why = foreign(args.id, args.run)
 if why then return why end
 if cancel ~= '1' and talk and talk ~= '' then
-  for _, other in ipairs(redis.call('SMEMBERS', 'tandem:at:' .. talk)) do
-    local state = other ~= args.id and redis.call('HGET', record(other), 'status')
-    if state and not TERMINAL[state] then return 'kept' end
-  end
+  if lives(talk, args.id) then return 'kept' end
   local home = redis.call('HGET', 'tandem:home:' .. talk, 'node')
   if home and home ~= args.from then return 'kept' end
 end
@@ -22,12 +19,7 @@ if cancel == '1' then
   finish(args.id, 'cancelled', args.cancelled, {'reason', 'cancelled'})
   return 'cancel'
 end
-if talk and talk ~= '' then
-  local home = 'tandem:home:' .. talk
-  redis.call('HSET', home, 'node', args.node)
-  redis.call('HINCRBY', home, 'n', 1)
-  redis.call('EXPIRE', home, args.keep_home)
-end
+if talk and talk ~= '' then settle_home(talk, args.node, args.keep_home) end
 move(args.id, status, 'handing_off')
 redis.call('HINCRBY', key, 'attempts', -1)
 redis.call('HSET', key, 'node', args.node, 'queue', args.queue, 'run', '', 'm_run', args.run,

@@ -16,7 +16,7 @@ import redis
 
 from scheduler import events
 from scheduler.jobs import Jobs
-from scheduler.record import NewJob, response_id
+from scheduler.record import Job, NewJob, response_id
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the worker processes
 from redis_kit import Server, eventually
@@ -110,6 +110,20 @@ def assert_idle(client: redis.Redis) -> None:
     counts = Jobs(client).counts()
     live = ("queued", "prefilling", "handing_off", "decoding")
     assert not any(counts[status] for status in live), counts
+
+
+def completed(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
+    """The job at its end, which has to be the oracle's answer."""
+    job = jobs.wait(new.id, 60)
+    assert job.status == "completed", job.error
+    assert answer(client, new.id) == oracle(new)
+    return job
+
+
+def nothing_left(client: redis.Redis) -> None:
+    """Wait until no lease is left, and check that nothing waits or runs."""
+    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+    assert_idle(client)
 
 
 def started(url: str, **common: Any) -> Iterator[Callable[..., Worker]]:

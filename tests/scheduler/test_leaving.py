@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import redis
-from jobs_kit import answer, assert_idle, eventually, is_stopped, new_job, oracle, started
+from jobs_kit import (
+    completed,
+    eventually,
+    is_stopped,
+    new_job,
+    nothing_left,
+    started,
+)
 
 from scheduler.homes import Homes
 from scheduler.jobs import Jobs
@@ -53,16 +60,8 @@ def begun(jobs: Jobs, new: NewJob) -> None:
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
 
 
-def check(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
-    job = jobs.wait(new.id, 60)
-    assert job.status == "completed", job.error
-    assert answer(client, new.id) == oracle(new)
-    return job
-
-
-def nothing_left(client: redis.Redis) -> None:
-    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
-    assert_idle(client)
+def none_under_way(client: redis.Redis) -> None:
+    nothing_left(client)
     assert list(client.scan_iter("tandem:at:*")) == []
 
 
@@ -81,14 +80,14 @@ def test_live_and_waiting_answers_go_on_at_the_other_node(
     stack("decode", node="m4", step_s=0.001)
     assert leaving.stop() == 0
     for new in news:
-        job = check(client, jobs, new)
+        job = completed(client, jobs, new)
         assert [(one["from"], one["to"]) for one in moved(job)] == [("m3", "m4")]
         assert job.node == "m4"
         assert job.queue == "decode-m4"
         assert job.attempts == 1, "leaving is no failed attempt"
         assert Homes(client).of(str(new.conversation)) == "m4"
     assert any(0 < moved(jobs.get(new.id))[0]["at_token"] < 300 for new in news)
-    nothing_left(client)
+    none_under_way(client)
 
 
 def test_without_another_node_it_drains_as_ever(
@@ -99,11 +98,11 @@ def test_without_another_node_it_drains_as_ever(
     begun(jobs, live)
     jobs.accept(waiting)
     assert leaving.stop() == 0
-    assert not moved(check(client, jobs, live))
+    assert not moved(completed(client, jobs, live))
     assert jobs.get(waiting.id).status == "queued"
     stack("decode", node="m3")
-    assert not moved(check(client, jobs, waiting))
-    nothing_left(client)
+    assert not moved(completed(client, jobs, waiting))
+    none_under_way(client)
 
 
 def test_a_state_that_cannot_be_sent_is_computed_there(
@@ -114,10 +113,10 @@ def test_a_state_that_cannot_be_sent_is_computed_there(
     begun(jobs, new)
     stack("decode", node="m4")
     assert leaving.stop() == 0
-    job = check(client, jobs, new)
+    job = completed(client, jobs, new)
     assert moved(job)[0]["path"] == "none"
     assert "link is down" in moved(job)[0]["error"]
-    nothing_left(client)
+    none_under_way(client)
 
 
 def test_an_answer_does_not_go_to_a_node_that_is_gone(
@@ -130,9 +129,9 @@ def test_an_answer_does_not_go_to_a_node_that_is_gone(
     assert Homes(client).of(TALK) == "m3"
     if jobs.get(new.id).status == "queued":
         stack("decode", node="m3")
-    job = check(client, jobs, new)
+    job = completed(client, jobs, new)
     assert (job.node, moved(job)) == ("m3", [])
-    nothing_left(client)
+    none_under_way(client)
 
 
 def test_records_that_cannot_be_copied_keep_the_answer_here(
@@ -142,9 +141,9 @@ def test_records_that_cannot_be_copied_keep_the_answer_here(
     new = talk(answer=60, request={"fail": "prepare"})
     begun(jobs, new)
     assert leaving.stop() == 0
-    assert not moved(check(client, jobs, new))
+    assert not moved(completed(client, jobs, new))
     assert Homes(client).of(TALK) == "m3"
-    nothing_left(client)
+    none_under_way(client)
 
 
 def test_a_conversation_with_two_live_answers_stays_whole(
@@ -159,8 +158,8 @@ def test_a_conversation_with_two_live_answers_stays_whole(
     assert Homes(client).of(TALK) == "m3"
     stack("decode", node="m3")
     for new in (first, second):
-        check(client, jobs, new)
-    nothing_left(client)
+        completed(client, jobs, new)
+    none_under_way(client)
 
 
 def test_a_cancelled_answer_ends_once_while_it_leaves(
@@ -175,7 +174,7 @@ def test_a_cancelled_answer_ends_once_while_it_leaves(
     leaving.send(signal.SIGCONT)
     assert leaving.process.wait(30) == 0
     assert jobs.wait(new.id, 30).status == "cancelled"
-    nothing_left(client)
+    none_under_way(client)
 
 
 @pytest.mark.rotate(2)
@@ -199,9 +198,9 @@ def test_killed_while_an_answer_leaves(
         stack("decode", node="m3")
     else:
         stack("decode", node="m4")
-    job = check(client, jobs, new)
+    job = completed(client, jobs, new)
     assert bool(moved(job)) == (job.node == "m4") == (Homes(client).of(TALK) == "m4")
-    nothing_left(client)
+    none_under_way(client)
 
 
 @pytest.mark.rotate(3)
@@ -217,19 +216,19 @@ def test_frozen_while_an_answer_leaves(
     frozen.send(signal.SIGTERM)
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     if point == "after_rehome":
-        job = check(client, jobs, new)
+        job = completed(client, jobs, new)
         os.kill(frozen.process.pid, signal.SIGCONT)
     else:
         eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
         os.kill(frozen.process.pid, signal.SIGCONT)
     frozen.process.wait(30)
     stack("decode", node="m3")
-    job = check(client, jobs, new)
+    job = completed(client, jobs, new)
     more = talk(answer=3, home=job.node, node=job.node)
     jobs.accept(more)
-    check(client, jobs, more)
+    completed(client, jobs, more)
     assert jobs.get(new.id).events == job.events
-    nothing_left(client)
+    none_under_way(client)
 
 
 @pytest.mark.rotate(3)
@@ -246,6 +245,6 @@ def test_the_taking_node_freezes(client: redis.Redis, jobs: Jobs, stack: Any, po
     eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
     assert jobs.get(new.id).queue == "decode-m4"
     os.kill(frozen.process.pid, signal.SIGCONT)
-    job = check(client, jobs, new)
+    job = completed(client, jobs, new)
     assert (job.node, len(moved(job))) == ("m4", 1)
-    nothing_left(client)
+    none_under_way(client)

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import redis
-from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
+from jobs_kit import (
+    Worker,
+    completed,
+    eventually,
+    new_job,
+    nothing_left,
+)
 
 from scheduler.jobs import Jobs
-from scheduler.record import Job, NewJob
+from scheduler.record import NewJob
 
 Start = Callable[..., Worker]
 
@@ -34,18 +40,6 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
         yield make
 
 
-def done(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
-    job = jobs.wait(new.id, 60)
-    assert job.status == "completed", job.error
-    assert answer(client, new.id) == oracle(new)
-    return job
-
-
-def nothing_left(client: redis.Redis) -> None:
-    eventually(lambda: not client.exists("tandem:leases"), "leases are left")
-    assert_idle(client)
-
-
 def holder(client: redis.Redis, new: NewJob) -> str:
     return (client.hget(f"tandem:job:{new.id}", "holder") or b"").decode()
 
@@ -64,7 +58,7 @@ def test_every_turn_goes_to_the_home_of_its_conversation(
     for new in news:
         jobs.accept(new)
     for new in news:
-        job = done(client, jobs, new)
+        job = completed(client, jobs, new)
         assert job.output is not None
         assert homes[job.output["pid"]] == job.node == new.node
         assert job.queue == f"decode-{new.node}"
@@ -82,7 +76,9 @@ def test_a_prefill_node_that_leaves_is_drained(
     leaving.send(15)
     start("prefill", "m6", chunk_s=0.02)
     for new in news:
-        assert done(client, jobs, new).attempts_by_stage["prefill"] == 1, "none was begun twice"
+        assert completed(client, jobs, new).attempts_by_stage["prefill"] == 1, (
+            "none was begun twice"
+        )
     assert leaving.stop() == 0
     nothing_left(client)
 
@@ -98,7 +94,7 @@ def test_what_a_dead_prefill_node_ran_goes_to_the_other(
     assert holder(client, new) == "prefill:m5"
     start("prefill", "m6")
     dead.kill()
-    job = done(client, jobs, new)
+    job = completed(client, jobs, new)
     assert job.attempts_by_stage["prefill"] == 2
     assert client.hget(f"tandem:job:{new.id}", "p_worker").startswith(b"prefill-m6-")
     nothing_left(client)
@@ -116,11 +112,11 @@ def test_a_dead_decode_node_keeps_its_jobs_and_no_others(
     dead.kill()
     other = new_job(node="m4")
     jobs.accept(other)
-    done(client, jobs, other)
+    completed(client, jobs, other)
     eventually(lambda: jobs.get(homed.id).status == "queued", "its lease does not run out")
     assert jobs.get(homed.id).queue == "decode-m3"
     start("decode", "m3")
-    job = done(client, jobs, homed)
+    job = completed(client, jobs, homed)
     assert job.attempts_by_stage == {"prefill": 1, "decode": 2}
     nothing_left(client)
 
@@ -139,5 +135,5 @@ def test_a_decode_node_that_leaves_ends_what_it_runs(
     assert len(ended) == 1, "the row that ran was finished, the other one waits"
     start("decode", "m3")
     for new in news:
-        assert done(client, jobs, new).attempts_by_stage["decode"] == 1
+        assert completed(client, jobs, new).attempts_by_stage["decode"] == 1
     nothing_left(client)
