@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from decode_kit import tiny
 from model_dirs import make_tiny_model
+from moving_kit import Pair
 
 from engine.device import prepare
 from engine.model import Model, load
@@ -40,3 +43,11 @@ def llama() -> Model:
 def model(request: pytest.FixtureRequest) -> Model:
     """Plain rows; a sliding window; recurrent state beside rows; pooled rows."""
     return tiny(request.param)
+
+
+@pytest.fixture
+def pair(redis_url: str, client: redis.Redis, loaded: Model, words: Any) -> Iterator[Pair]:
+    """Two decode nodes, of which m3 leaves and m4 takes over."""
+    made = Pair(redis_url, client, loaded, words)
+    yield made
+    made.close()
