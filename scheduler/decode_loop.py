@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -255,6 +256,22 @@ class DecodeLoop(LoopWorker):
                 sent = {"path": "none", "error": f"{type(error).__name__}: {error}"[:500]}
             notes.fork("node", heir, "this one is to stop")
             facts = facts_of(job, heir, sent)
+            if self._rehomed(execution, heir, facts) == "kept":
+                self.settle(execution, partial(self._give_back, execution))
+        except Exception:
+            log.exception("handing over %s ended in an error of the loop", job.id)
+        finally:
+            self._leaving.under_way.discard(execution.id)
+
+    def _rehomed(self, execution: Execution, heir: str, facts: Mapping[str, Any]) -> str | None:
+        """Give the job to `heir`, and let go of what is here; "kept" where it stays."""
+        job = execution.job
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._leaving.still(job, heir))
+            except Exception as error:
+                log.warning("%s stays: its records are not at %s: %s", job.id, heir, error)
+                return "kept"
             outcome = self.settle(
                 execution,
                 lambda: self.runs.rehome(job, heir, facts, self.noted(execution, "handed over")),
@@ -262,12 +279,7 @@ class DecodeLoop(LoopWorker):
             if outcome == "ok":
                 log.info("%s goes on at %s", job.id, heir)
                 self._leaving.left(job)
-            elif outcome == "kept":
-                self.settle(execution, partial(self._give_back, execution))
-        except Exception:
-            log.exception("handing over %s ended in an error of the loop", job.id)
-        finally:
-            self._leaving.under_way.discard(execution.id)
+        return outcome
 
     def _pass_on(self) -> bool:
         """While stopping, on the taking thread: whether jobs are taken for the node that takes

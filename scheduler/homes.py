@@ -3,16 +3,20 @@
 A conversation lies whole on one decode node, its home: records, token ids and states in that
 node's store, its live answers in that node's batch. The stores are the truth; Redis has a pointer,
 `tandem:home:<conversation>` (node; n, the jobs accepted on it), and the conversation's live jobs,
-`tandem:at:<conversation>`. A pointer is set and read only where there is more than one decode node,
-and a conversation without one is asked for everywhere. Pointer and jobs change in the same scripts:
+`tandem:at:<conversation>`, with those that branch from it. A pointer is set and read only where
+there is more than one decode node, and a conversation without one is asked for everywhere. Pointer
+and jobs change in the same scripts:
 
-- accept: a job is accepted only for the home that its prompt was made for (`accept.lua`).
+- accept: a job is accepted only for the home that its prompt was made for, and a branch only where
+  its past is (`accept.lua`).
 - move: an idle conversation goes with its stored states, as an export does; the pointer moves if no
   job was accepted meanwhile (`switch.lua`).
 - hand over: a node that is to stop sends the state of a live answer over the link, as a prefill
   node does, and the conversation's records into the other store; then one step gives the job the
   other node and moves the pointer (`rehome.lua`). It is refused while another job of the
   conversation lives, so that what is said in one is never split.
+
+The old copy stands still from the last comparison with the new one until it goes.
 
 Until that step everything at the other node is a copy that nobody looks at; after it the old one
 is, and is deleted. Who dies in between leaves a copy too many, which goes at a node's next start;

@@ -75,10 +75,10 @@ class Jobs:
         """Record a job, its prompt and first events and put it into its first queue, atomically.
 
         The same id again is a duplicate: nothing changes. Raises IdempotencyConflict when its
-        digest differs, HomeMoved where `home` is not so any more. A foreground request that equals
-        one whose client has gone (see `abandon`) is given that one, under its id. Raises
-        ConversationBusy with `lock` while the conversation has a live turn, QueueFull, and JobError
-        when Redis is out of memory.
+        digest differs, HomeMoved where `home` or `past_home` is not so any more. A foreground
+        request that equals one whose client has gone (see `abandon`) is given that one, under its
+        id. Raises ConversationBusy with `lock` while the conversation has a live turn, QueueFull,
+        and JobError when Redis is out of memory.
         """
         if not RESPONSE_ID.match(new.id):
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
@@ -104,6 +104,7 @@ class Jobs:
             "request": pack(dict(new.request)),
             "conversation": new.conversation or "",
             "previous": new.previous or "",
+            **({"past": new.past} if new.past else {}),
             **_brief(new),
             "node": new.node,
             "background": int(new.background),
@@ -122,6 +123,8 @@ class Jobs:
             "owner": new.owner,
             "conversation": new.conversation or "",
             "home": new.home,
+            "past": new.past,
+            "past_home": new.past_home,
             "node": new.node,
             "keep_home": KEEP,
             "adopt": not new.background,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from scheduler.execution import Execution
@@ -39,6 +40,10 @@ class Mover(Protocol):
 
     def prepare(self, job: Job, heir: str) -> None:
         """Bring the records of the job's conversation into the other store. Raises Stays."""
+        ...
+
+    def still(self, job: Job, heir: str) -> AbstractContextManager[None]:
+        """Meanwhile nobody changes the conversation's records, which are at `heir` as well."""
         ...
 
     def left(self, job: Job) -> None:
@@ -118,8 +123,13 @@ class Leaving:
             return False
         return True
 
+    def still(self, job: Job, heir: str) -> AbstractContextManager[None]:
+        """See Mover. Entering it raises what keeps the records from being the same there."""
+        assert self._mover is not None
+        return self._mover.still(job, heir)
+
     def left(self, job: Job) -> None:
-        """See Mover."""
+        """See Mover; within `still`."""
         assert self._mover is not None
         try:
             self._mover.left(job)

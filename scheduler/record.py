@@ -131,7 +131,8 @@ class NewJob:
     `ledger`: the packed notes of its acceptance.
     `route`: where the new tokens of a held state are computed, and why (`scheduler.extension`).
     `home`: what the conversation's pointer said when `node` was chosen (`scheduler.homes`), "" for
-    nothing; None, without looking, where there is one decode node.
+    nothing; None, without looking, where there is one decode node. `past`: the conversation that
+    `previous` is a turn of, where that is another one; `past_home`: as `home`, of that one.
     """
 
     id: str
@@ -152,6 +153,8 @@ class NewJob:
     ledger: bytes = b""
     owner_waiting: int = 0
     home: str | None = None
+    past: str = ""
+    past_home: str | None = None
     route: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Mapping[str, Any]] = (
         {"type": "response.created"},

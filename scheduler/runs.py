@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import redis
@@ -21,7 +21,7 @@ from scheduler.images import without_data
 from scheduler.jobs import CANCELLED_EVENT
 from scheduler.ledger.clock import Clock
 from scheduler.queue import PREFILL, decode_queue
-from scheduler.record import LIVE, Job, Result, parse
+from scheduler.record import Job, Result, parse
 from scheduler.serializer import pack, unpack
 
 #: "done": this very run ended the job before. "lost": the job belongs to somebody else.
@@ -212,22 +212,9 @@ class Runs:
         return status == b"queued" and bool(parked)
 
     def alone(self, job: Job) -> bool:
-        """Whether no other job of the conversation of `job` lives."""
+        """Whether no other job of the conversation of `job` lives, or branches from it."""
         others = self.client.smembers(f"tandem:at:{job.conversation}") if job.conversation else ()
         return not {other.decode() for other in cast("set[bytes]", others)} - {job.id}
-
-    def branches(self, conversation: str, turns: Collection[str]) -> bool:
-        """Whether a live job of another conversation goes on from one of the `turns` of this one:
-        its turn, which would keep them, is not stored yet."""
-        live = [f"tandem:jobs:{status}" for status in sorted(LIVE)]
-        found = self.client.zunion(live) if turns else []
-        pipe = self.client.pipeline(transaction=False)
-        for ident in cast("list[bytes]", found):
-            pipe.hmget(f"tandem:job:{ident.decode()}", "conversation", "previous")
-        return any(
-            previous and previous.decode() in turns and talk != conversation.encode()
-            for talk, previous in pipe.execute()
-        )
 
     def rehome(
         self, job: Job, node: str, handoff: Mapping[str, Any], ledger: bytes = b""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from store.outlet import Outlet
 from store.rpc import StoreClient
 from store.store import Store
 from store.turns import Turn
+from worker_decode.sealing import Seals
 from worker_decode.starts import Start
 from worker_decode.turns import conversation_of
 from worker_prefill.handoff import Links
@@ -96,6 +97,7 @@ class Moving:
         self._lock = threading.Lock()
         self._links: Links | None = None
         self._copied: dict[str, Any] = {}
+        self.seals = Seals()
         self._outlet = Outlet(store, store.environment.path / "moves")
         self._node: Node | None = None
         self._looked = 0.0
@@ -114,16 +116,16 @@ class Moving:
     def prepare(self, job: Job, heir: str) -> None:
         """Copy the records of the job's conversation. Raises Stays, StoreError."""
         if not self._runs.alone(job):
-            raise Stays("another answer of its conversation is under way")
+            raise Stays("another answer of its conversation, or a branch of it, is under way")
         ident = conversation_of(job, self._store)
-        if self._runs.branches(ident, self._store.conversation_turns(ident)):
-            raise Stays("an answer that branches from its conversation is under way")
         now, node = self.heir(), self._node
         if node is None or now != heir:
             raise Stays(f"decode node {heir} is not there any more")
         self._settle()
         if not self._homes.claim(ident, self._config.node):
             raise Stays("an old copy of its conversation is being deleted")
+        if self._store.get_conversation(ident) is not None:
+            self._homes.settle(ident, self._config.node)  # else the copy might be taken for it
         with closing(store_of(node, _PATIENCE)) as there:
             self._copied[job.id] = self._copy(there, ident, job.previous)
 
@@ -147,15 +149,27 @@ class Moving:
         handoff.send(rows)
         return handoff.finish(snapshot)
 
+    def update(self, ident: str, **changes: Any) -> dict[str, Any]:
+        """As `Store.update_conversation`; waits while the conversation's home changes."""
+        return self.seals.change(ident, lambda: self._store.update_conversation(ident, **changes))
+
+    @contextmanager
+    def still(self, job: Job, heir: str) -> Iterator[None]:
+        """Meanwhile nobody changes the conversation, whose copy at `heir` is brought up to date."""
+        ident = conversation_of(job, self._store)
+        with self.seals.sealed(ident):
+            if self._copied.get(job.id) != self._known(ident):  # renamed, say, since then
+                node = self._nodes.get("decode", heir)
+                if node is None:
+                    raise StoreError(f"decode node {heir} is not there any more")
+                with closing(store_of(node, _PATIENCE)) as there:
+                    self._copied[job.id] = self._copy(there, ident, job.previous)
+            yield
+
     def left(self, job: Job) -> None:
         """Delete what is here of the conversation; its turns that others branch from stay."""
         ident = conversation_of(job, self._store)
-        if self._copied.pop(job.id, None) != self._known(ident):  # renamed, say, since then
-            node = self._nodes.get("decode", self._homes.of(ident))
-            if node is None:
-                raise StoreError("the node that it went to is away")
-            with closing(store_of(node, _PATIENCE)) as there:
-                self._copy(there, ident, job.previous)
+        self._copied.pop(job.id, None)
         self._forget([job.id, *self._store.conversation_turns(ident)])
         self._store.delete_conversation(ident)
         self._homes.release(ident)
@@ -181,11 +195,22 @@ class Moving:
         self._settle()
         if not self._homes.claim(ident, own):
             raise StoreError(f"an old copy of {ident} is being deleted: try again")
+        self._homes.settle(ident, own)  # else the copy might be taken for it
         with closing(store_of(node, _LONG)) as there:
             sent = send_bundle(there, ident, self._outlet)
             before = self._copy(there, ident)
-            branches = self._runs.branches(ident, self._store.conversation_turns(ident))
-            moved = not branches and self._homes.switch(ident, own, to, count)
+            self._switch(there, ident, to, count, before)
+        log.info("%s is at home on %s now", ident, to)
+        seconds = round(time.monotonic() - began, 3)
+        return {"conversation": ident, "from": own, "to": to, "seconds": seconds, **sent}
+
+    def _switch(self, there: StoreClient, ident: str, to: str, count: int, copied: Any) -> None:
+        """Have the copy be the conversation, and delete this one. Raises StoreError."""
+        own = self._config.node
+        with self.seals.sealed(ident):
+            if self._known(ident) != copied:  # renamed, say, in the meantime
+                self._copy(there, ident)
+            moved = self._homes.switch(ident, own, to, count)
             if self._store.get_conversation(ident) is None and (
                 moved or self._homes.of(ident) in ("", own)
             ):
@@ -196,14 +221,9 @@ class Moving:
                 raise StoreError(f"{ident} was deleted while it was copied")
             if not moved:
                 raise StoreError(f"{ident} is busy: try again when its answer has ended")
-            if self._known(ident) != before:  # renamed, say, in the meantime
-                self._copy(there, ident)
-        self._forget(self._store.conversation_turns(ident))
-        self._store.delete_conversation(ident)
-        self._homes.release(ident)
-        log.info("%s is at home on %s now", ident, to)
-        seconds = round(time.monotonic() - began, 3)
-        return {"conversation": ident, "from": own, "to": to, "seconds": seconds, **sent}
+            self._forget(self._store.conversation_turns(ident))
+            self._store.delete_conversation(ident)
+            self._homes.release(ident)
 
     def _copy(self, there: StoreClient, ident: str, previous: str | None = None) -> Any:
         own, before = self._config.node, self._known(ident)

@@ -174,6 +174,7 @@ def run(config: Config, model_dir: Path) -> int:
             return store.delete_conversation(ident)
 
         server.add("delete_conversation", delete_conversation)
+        server.add("update_conversation", mover.update)
 
         def take_new(yes: bool) -> None:
             known[DRAINED] = not yes

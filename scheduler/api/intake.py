@@ -208,6 +208,8 @@ def _job(
         "prompt_ids": prompt.ids,
         "conversation": lineage.conversation,
         "previous": lineage.previous,
+        "past": lineage.past,
+        "past_home": place.past_home,
         "lock": body.conversation_id is not None,
         "stage": "decode" if place.route.get("extend") == "decode" else "prefill",
         "route": place.route,

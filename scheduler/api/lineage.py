@@ -30,7 +30,8 @@ class Lineage:
 
     `items` are the turn's own: what the request sent, less what it repeats of earlier turns.
     `stateless`: the request named no ID. `answers`: what was generated here, by
-    places in `seed` and `items` together.
+    places in `seed` and `items` together. `past`: the conversation of `previous`, where that is
+    another one.
     """
 
     conversation: str
@@ -41,6 +42,7 @@ class Lineage:
     new: bool = False
     stateless: bool = False
     answers: Sequence[Answer] = ()
+    past: str = ""
 
 
 def find_lineage(backend: Backend, body: ResponseRequest, items: Items) -> Lineage:
@@ -136,7 +138,8 @@ def _on(backend: Backend, turn: Turn, items: Items) -> Lineage:
     # A conversation that has been given a name goes on only when it is named.
     if about.get("stateless"):
         return replace(found, stateless=True)
-    return replace(found, stateless=True, conversation=new_conversation(), new=True)
+    new, past = new_conversation(), found.conversation
+    return replace(found, stateless=True, conversation=new, new=True, past=past)
 
 
 def _after_response(backend: Backend, response: str, items: Items) -> Lineage:

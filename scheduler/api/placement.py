@@ -31,7 +31,8 @@ LEAST_STORED = 256
 class Place:
     """Where a turn goes.
 
-    `node`: its decode node; `home`: what the conversation's pointer says (None: there is none);
+    `node`: its decode node; `home`: what the conversation's pointer says (None: there is none),
+    `past_home`: what that of the conversation says which it branches from;
     `held`: prompt tokens that a stored state covers; `route`: where the others are computed, and
     why; `preamble`, `last`: tokens up to the end of the preamble and to the last message, where a
     state is to be kept (0: none).
@@ -39,6 +40,7 @@ class Place:
 
     node: str
     home: str | None
+    past_home: str | None
     held: int
     route: dict[str, Any]
     preamble: int
@@ -65,7 +67,7 @@ def find_place(
         # A state ends before its pending token, and is of use only if nothing of it changed.
         state = len(lineage.parent.ids) - 1
         held = min(state, tokens - 1) if prompt.shared >= state else 0
-    node, home = _home(backend, lineage)
+    node, home, past_home = _home(backend, lineage)
     # The state of a turn that is continued lies on its decode node.
     route = _route(backend, body, owner, node, held, tokens - held) if held else {}
     preamble = last = 0
@@ -99,17 +101,22 @@ def find_place(
         more, way, there = _stored(backend, body, owner, node, prompt.ids)
         if there == node and more - held >= LEAST_STORED:
             held, route = more, way
-    return Place(node, home, held, route, preamble, last)
+    return Place(node, home, past_home, held, route, preamble, last)
 
 
-def _home(backend: Backend, lineage: Lineage) -> tuple[str, str | None]:
-    """The decode node of a turn, and what the conversation's pointer says: see scheduler.homes."""
+def _home(backend: Backend, lineage: Lineage) -> tuple[str, str | None, str | None]:
+    """The decode node of a turn, and what the pointers say of its conversation and of the one that
+    it branches from: see scheduler.homes."""
     if not backend.stores.several:
-        return backend.decode_node(), None
+        return backend.decode_node(), None, None
+    past_home: str | None = None
     with backend.store() as store:
         home = "" if lineage.new else store.home(lineage.conversation)
+        if lineage.past and lineage.previous is not None:
+            past_home = store.home(lineage.past)
+            store.get_turn(lineage.previous)  # it may have moved since it was found
         past = store.node_of(lineage.previous) if lineage.previous is not None else ""
-    return home or past or backend.decode_node(), home
+    return home or past or backend.decode_node(), home, past_home
 
 
 def _takes_new(backend: Backend, name: str) -> bool:

@@ -30,6 +30,11 @@ if args.conversation ~= '' then
   lies = redis.call('HGET', home, 'node')
   if args.home and (lies or '') ~= args.home then return {'moved', ''} end
 end
+-- The past of a branch lies where it was found as long as its conversation has not moved.
+if args.past ~= '' and args.past_home and
+    (redis.call('HGET', 'tandem:home:' .. args.past, 'node') or '') ~= args.past_home then
+  return {'moved', ''}
+end
 local paused = redis.call('GET', 'tandem:paused')
 if paused then return {'paused', paused} end
 if redis.call('LLEN', RQ .. ':queue:' .. args.queue) >= args.max_waiting then return {'full', ''} end
@@ -67,6 +72,8 @@ if args.conversation ~= '' then
     redis.call('EXPIRE', home, args.keep_home)
   end
 end
+-- Its turn will keep the turns that it goes on from; until it is stored, this does.
+if args.past ~= '' then redis.call('SADD', 'tandem:at:' .. args.past, args.id) end
 move(args.id, nil, 'queued')
 append(args.id, args.events)
 enqueue(args.id, args.stage, args.queue, args.shadow)

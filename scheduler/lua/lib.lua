@@ -63,7 +63,7 @@ local function unpromise(id)
   end
 end
 
--- Whether a job of a conversation has yet to end, `but` left out.
+-- Whether a job of a conversation, or one that branches from it, has yet to end, `but` left out.
 local function lives(talk, but)
   for _, id in ipairs(redis.call('SMEMBERS', 'tandem:at:' .. talk)) do
     local status = id ~= but and redis.call('HGET', record(id), 'status')
@@ -131,14 +131,17 @@ end
 -- The one way into a terminal state: its event, its record, its locks and its lifetimes.
 local function finish(id, status, events, fields)
   local key = record(id)
-  local old, locked, talk = unpack(redis.call('HMGET', key, 'status', 'locked', 'conversation'))
+  local old, locked, talk, past = unpack(redis.call('HMGET', key,
+    'status', 'locked', 'conversation', 'past'))
   append(id, events)
   if fields and #fields > 0 then redis.call('HSET', key, unpack(fields)) end
   move(id, old, status)
   if locked and redis.call('GET', 'tandem:turn:' .. locked) == id then
     redis.call('DEL', 'tandem:turn:' .. locked)
   end
-  if talk and talk ~= '' then redis.call('SREM', 'tandem:at:' .. talk, id) end
+  for _, at in ipairs({talk or '', past or ''}) do
+    if at ~= '' then redis.call('SREM', 'tandem:at:' .. at, id) end
+  end
   redis.call('ZREM', 'tandem:leases', id)
   redis.call('ZREM', 'tandem:abandoned', id)
   unpromise(id)

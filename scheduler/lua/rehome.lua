@@ -2,8 +2,8 @@
 -- conversation with it; see scheduler.homes. Returns ok | kept (another job of the conversation
 -- lives, or it is not at home here) | cancel | lost | done.
 local key = record(args.id)
-local status, before, cancel, queue, worker, talk = unpack(redis.call('HMGET', key,
-  'status', 'm_run', 'cancel', 'queue', 'worker', 'conversation'))
+local status, before, cancel, queue, worker, talk, past = unpack(redis.call('HMGET', key,
+  'status', 'm_run', 'cancel', 'queue', 'worker', 'conversation', 'past'))
 if status and before == args.run then return 'ok' end
 local why = foreign(args.id, args.run)
 if why then return why end
@@ -19,6 +19,8 @@ if cancel == '1' then
   finish(args.id, 'cancelled', args.cancelled, {'reason', 'cancelled'})
   return 'cancel'
 end
+-- What it branches from was copied with it, and is free to go.
+if past and past ~= '' then redis.call('SREM', 'tandem:at:' .. past, args.id) end
 if talk and talk ~= '' then settle_home(talk, args.node, args.keep_home) end
 move(args.id, status, 'handing_off')
 redis.call('HINCRBY', key, 'attempts', -1)

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,9 @@ class FakeMover:
         if job.request.get("fail") == "gone" and job.id in self.prepared:
             raise OSError("the other store does not answer any more")
         self.prepared.add(job.id)
+
+    def still(self, job: Job, heir: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def left(self, job: Job) -> None:
         at("mid_left")

@@ -225,6 +225,38 @@ def test_a_job_is_accepted_for_the_home_it_was_made_for_and_for_no_other(stack: 
     assert not client.exists("tandem:at:conv_x")
 
 
+def test_a_branch_stays_with_its_past(stack: Stack, far: Far) -> None:
+    """It holds the conversation that it goes on from until its own turn does."""
+    past, client = at(stack, far, "far"), stack.workers.runs.client
+    first = answered(stack, past)
+    with stack.client() as openai_client:
+        branch = openai_client.responses.create(
+            model="test-model",
+            input=[
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": first.output_text},
+                {"role": "user", "content": "And?"},
+            ],
+        )
+    record = client.hgetall(f"tandem:job:{branch.id}")
+    assert (record[b"previous"], record[b"past"]) == (first.id.encode(), past.encode())
+    assert branch.to_dict()["tandem"]["node"] == "far"
+    assert not client.exists(f"tandem:at:{past}")
+    jobs, homes = Jobs(client), Homes(client)
+
+    def job(past_home: str) -> NewJob:
+        return NewJob(response_id(), "m", {"params": {}}, [1, 2], conversation="conv_b",
+                      node="far", home="", past=past, past_home=past_home)  # fmt: skip
+
+    stack.workers.may_prefill.clear()
+    with pytest.raises(HomeMoved):
+        jobs.accept(job("local"))
+    jobs.accept(new := job("far"))
+    assert not homes.switch(past, "far", "local", homes.count(past))
+    jobs.cancel(new.id)
+    assert homes.switch(past, "far", "local", homes.count(past))
+
+
 def nodes(*rows: tuple[str, str, int, str]) -> list[Node]:
     return [
         Node("decode", name, state=state, fingerprint=model, link="h:1", rpc="r",  # type: ignore[arg-type]  # a state

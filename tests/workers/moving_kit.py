@@ -14,6 +14,8 @@ from redis_kit import eventually
 from test_late_engine import ids
 
 from engine.model import Model
+from scheduler.api.stores import Stores
+from scheduler.homes import Homes
 from scheduler.leaving import facts_of
 from scheduler.nodes import Node, Nodes, Presence
 from scheduler.record import Job
@@ -57,6 +59,12 @@ class Pair:
             self.leaving.engine.forget, self.leaving.engine.settle,
         )  # fmt: skip
         self.leaving.engine._mover = self.mover
+        self.rpc[0].add("update_conversation", self.mover.update)
+
+    def stores(self) -> Stores:
+        """What an API sees; to be closed."""
+        nodes = Nodes(self.client)
+        return Stores("m3", self.dir / "none", nodes.survey, Homes(self.client), 30.0)
 
     def close(self) -> None:
         self.mover.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from decode_kit import asking, make_job
 from moving_kit import TALK, Pair, first_turn
+from redis_kit import eventually
 from test_late_engine import FORMS, ids
 
 from scheduler.homes import Homes
@@ -148,9 +151,22 @@ def test_what_is_renamed_while_its_answer_leaves_has_its_new_name(pair: Pair) ->
     )
     pair.move(job, 2)
     pair.leaving.store.update_conversation(TALK, metadata={"title": "sea"})
-    Homes(pair.client).begin(TALK, "m4")
-    pair.mover.left(job)
+    stores, renamed = pair.stores(), Future[Any]()
+
+    def rename() -> None:
+        renamed.set_result(stores.update_conversation(TALK, metadata={"title": "deep"}))
+
+    with pair.mover.still(job, "m4"):
+        copied = pair.other.store.get_conversation(TALK)
+        assert copied is not None
+        assert copied["metadata"] == {"title": "sea"}
+        threading.Thread(target=rename, daemon=True).start()
+        eventually(lambda: pair.mover.seals.waiting, "the change does not come")
+        Homes(pair.client).begin(TALK, "m4")
+        pair.mover.left(job)
+    assert renamed.result(30)["metadata"] == {"title": "deep"}
+    stores.close()
     assert pair.leaving.store.get_conversation(TALK) is None
     record = pair.other.store.get_conversation(TALK)
     assert record is not None
-    assert (record["metadata"], record["head"]) == ({"title": "sea"}, job.id)
+    assert (record["metadata"], record["head"]) == ({"title": "deep"}, job.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 from decode_kit import asking, make_job
 from moving_kit import TALK, Pair, first_turn
+from redis_kit import eventually
 from test_late_engine import ids
 
 from scheduler.homes import Homes, key_of
+from scheduler.jobs import Jobs
 from scheduler.leaving import Stays
+from scheduler.record import HomeMoved, NewJob, response_id
 from store.errors import StoreError, StoreUnavailable
 from store.rpc import StoreClient
 from store.store import Store
@@ -76,12 +81,12 @@ def test_a_move_that_breaks_leaves_everything_at_home(
         patch.setattr(StoreClient, "call", broken)
         with pytest.raises(StoreUnavailable):
             pair.mover.move(TALK, "m4")
-    assert Homes(pair.client).of(TALK) == ""
+    assert Homes(pair.client).of(TALK) == "m3"
     assert pair.leaving.store.conversation_turns(TALK) == [first.id]
     assert pair.mover.move(TALK, "m4")["turns"] == 1
 
 
-@pytest.mark.parametrize("what", ["accepted", "lives", "renamed"])
+@pytest.mark.parametrize("what", ["accepted", "lives"])
 def test_what_happens_while_a_conversation_moves_is_heeded(
     pair: Pair, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,21 +102,102 @@ def test_what_happens_while_a_conversation_moves_is_heeded(
         if what == "lives":
             pair.client.sadd(f"tandem:at:{TALK}", "resp_1")
             pair.client.hset("tandem:job:resp_1", "status", "decoding")
-        if what == "renamed":
-            pair.leaving.store.update_conversation(TALK, metadata={"title": "sea"})
         return switch(self, *given)
 
     monkeypatch.setattr(Homes, "switch", late)
-    if what != "renamed":
-        with pytest.raises(StoreError, match="busy"):
-            pair.mover.move(TALK, "m4")
-        assert homes.of(TALK) == "m3"
-        assert pair.leaving.store.get_conversation(TALK) is not None
-        return
-    pair.mover.move(TALK, "m4")
+    with pytest.raises(StoreError, match="busy"):
+        pair.mover.move(TALK, "m4")
+    assert homes.of(TALK) == "m3"
+    assert pair.leaving.store.get_conversation(TALK) is not None
+
+
+@pytest.mark.parametrize("point", ["copied", "compared", "switched"])
+def test_a_change_that_comes_while_the_home_changes_is_not_lost(
+    pair: Pair, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the last comparison, after it, and just before the old copy goes."""
+    first_turn(pair)
+    pair.leaving.settle()
+    stores, renamed = pair.stores(), Future[Any]()
+    seals, switch, forget = pair.mover.seals, Homes.switch, pair.mover._forget
+
+    def rename() -> None:
+        try:
+            renamed.set_result(stores.update_conversation(TALK, metadata={"title": "sea"}))
+        except Exception as error:
+            renamed.set_exception(error)
+
+    def come() -> None:
+        threading.Thread(target=rename, daemon=True).start()
+        eventually(lambda: seals.waiting or renamed.done(), "the change does not come")
+
+    def copied(there: StoreClient, ident: str, previous: str | None = None) -> Any:
+        known = copy(there, ident, previous)
+        if not renamed.done():
+            come()
+            renamed.result(30)
+        return known
+
+    def compared(self: Homes, *given: Any) -> bool:
+        come()
+        return switch(self, *given)
+
+    def switched(turns: Any) -> None:
+        come()
+        forget(turns)
+
+    copy = pair.mover._copy
+    if point == "copied":
+        monkeypatch.setattr(pair.mover, "_copy", copied)
+    if point == "compared":
+        monkeypatch.setattr(Homes, "switch", compared)
+    if point == "switched":
+        monkeypatch.setattr(pair.mover, "_forget", switched)
+    assert pair.mover.move(TALK, "m4")["to"] == "m4"
+    assert renamed.result(30)["metadata"] == {"title": "sea"}
+    assert pair.leaving.store.get_conversation(TALK) is None
     record = pair.other.store.get_conversation(TALK)
     assert record is not None
     assert record["metadata"] == {"title": "sea"}
+    stores.close()
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+def test_a_branch_that_is_accepted_as_the_home_changes_keeps_its_past(
+    pair: Pair, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, past = first_turn(pair)
+    pair.leaving.settle()
+    jobs, homes, switch = Jobs(pair.client), Homes(pair.client), Homes.switch
+    homes.begin(TALK, "m3")
+    branch = NewJob(
+        response_id(), "tiny", asking(4), [*past, *ids(9)], owner="@ann", node="m3",
+        stage="decode", conversation="conv_" + "8" * 32, previous=first.id, home="",
+        past=TALK, past_home="m3",
+    )  # fmt: skip
+
+    def late(self: Homes, *given: Any) -> bool:
+        moved = when == "after it" and switch(self, *given)
+        if moved:
+            with pytest.raises(HomeMoved):
+                jobs.accept(branch)
+            return True
+        jobs.accept(branch)
+        return switch(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Homes, "switch", late)
+        if when == "after it":
+            pair.mover.move(TALK, "m4")
+            return
+        with pytest.raises(StoreError, match="busy"):
+            pair.mover.move(TALK, "m4")
+    with pytest.raises(Stays, match="branch"):
+        pair.mover.prepare(make_job(ids(), previous=first.id, conversation=TALK), "m4")
+    assert homes.of(TALK) == "m3"
+    assert pair.leaving.store.get_turn(first.id) is not None
+    jobs.cancel(branch.id)
+    assert pair.mover.move(TALK, "m4")["to"] == "m4"
 
 
 @pytest.mark.parametrize("when", ["before the step", "after it"])
@@ -145,12 +231,11 @@ def test_a_past_stays_while_an_answer_that_branches_from_it_is_said(pair: Pair) 
     )
     run = pair.leaving.execution(branch)
     pair.leaving.engine.add(run, branch)
-    pair.client.zadd("tandem:jobs:decoding", {branch.id: 1})
-    record = {"conversation": branch.conversation, "previous": first.id}
-    pair.client.hset(f"tandem:job:{branch.id}", mapping=record)
+    pair.client.sadd(f"tandem:at:{TALK}", branch.id)
+    pair.client.hset(f"tandem:job:{branch.id}", "status", "decoding")
     with pytest.raises(StoreError, match="busy"):
         pair.mover.move(TALK, "m4")
-    with pytest.raises(Stays, match="branches"):
+    with pytest.raises(Stays, match="branch"):
         pair.mover.prepare(make_job(ids(), previous=first.id, conversation=TALK), "m4")
     pair.mover.prepare(branch, "m4")
     while not (ended := pair.leaving.engine.step()):
@@ -159,7 +244,7 @@ def test_a_past_stays_while_an_answer_that_branches_from_it_is_said(pair: Pair) 
     assert ended[0].commit is not None
     ended[0].commit()
     assert pair.leaving.said(branch) == pair.leaving.oracle(branch)
-    pair.client.zrem("tandem:jobs:decoding", branch.id)
+    pair.client.srem(f"tandem:at:{TALK}", branch.id)
     assert pair.mover.move(TALK, "m4")["to"] == "m4"
 
 
