@@ -198,7 +198,7 @@ def _restore(store: Store, number: int, layout: Any, blank: list[Any]) -> Any:
         raise StoreError("the state just saved is not found: the benchmark is invalid")
     importer = Importer(layout, blank, _FINGERPRINT, reader.ref.tokens)
     restored = reader.feed(
-        importer.add_all, lambda piece: None if piece is None else importer.finish(piece)
+        lambda rows, snapshot: None if snapshot is None else importer.restore(rows, snapshot)
     )
     if restored is None:
         raise StoreError("the state just saved is damaged: the benchmark is invalid")
@@ -220,7 +220,7 @@ def _gather(rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
     sizes = [leaf.nbytes * blocks for leaf in first.leaves]
     *made, last = memory.allocate(*sizes, snapshot.header.nbytes)
     keys = [(leaf.path, leaf.name) for leaf in first.leaves]
-    targets = {key: memory.view(array) for key, array in zip(keys, made, strict=True)}
+    targets = {key: block.view for key, block in zip(keys, made, strict=True)}
     filled = dict.fromkeys(keys, 0)
     for piece in rows:
         payload = np.frombuffer(piece.payload, np.uint8)
@@ -231,7 +231,7 @@ def _gather(rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
             targets[key][at : at + leaf.nbytes] = payload[offset : offset + leaf.nbytes]
             filled[key] = at + leaf.nbytes
     size = snapshot.header.nbytes
-    np.copyto(memory.view(last)[:size], np.frombuffer(snapshot.payload, np.uint8))
+    np.copyto(last.view[:size], np.frombuffer(snapshot.payload, np.uint8))
     return [*made, last]
 
 
@@ -251,10 +251,10 @@ def _floor(pieces: list[Piece], *, threads: bool) -> Any:
     together = 16  # as large as the large ones of a state, whose number costs as well
     groups = [values[at : at + together] for at in range(0, len(values), together)]
     made = memory.allocate(*[sum(value.nbytes for value in group) for group in groups])
-    for array, group in zip(made, groups, strict=True):
-        room, at = memory.view(array), 0
+    for block, group in zip(made, groups, strict=True):
+        at = 0
         for value in group:
-            parts.append((value, room[at : at + value.nbytes]))
+            parts.append((value, block.view[at : at + value.nbytes]))
             at += value.nbytes
 
     def move(value: memoryview, into: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from store.codec.header import CodecError, chain, parse, root
@@ -129,7 +129,7 @@ def verify_object(store: Store, ident: bytes, record: Record) -> None:
     for number in range(record.parts):
         into = memoryview(bytearray(min(left, PART_BYTES)))
         with store.environment.read() as txn:
-            digests.append(store.blocks.values.copy(txn, ident, record, number, into))
+            digests.append(store.blocks.values.copy(txn, ident, record, number, [into]))
         left -= len(into)
     if seal(digests) != record.seal:
         raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
@@ -149,7 +149,7 @@ def _walk(store: Store, txn: Txn, report: Report, bad: set[bytes], *, repair: bo
     page_keys = tree.page_keys
     totals = [0, 0, 0]
     for ident, refs in live.items():
-        record = replace(objects[ident], refs=refs)
+        record = objects[ident]._replace(refs=refs)
         blk[ident] = record.pack()
         if record.kind == ROWS:
             index[index_key(ident, record)] = b""

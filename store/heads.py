@@ -1,7 +1,8 @@
 """Headers of objects, each read and verified once while the process lives.
 
 To inflate a header, to check it and to read its leaf table costs several times what finding its
-bytes does, and a conversation that is restored has hundreds of them.
+bytes does, and a conversation that is restored has hundreds of them. An object's id covers what its
+header tells of the bytes, so a header stays true however often the object is written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 from store.blocks import Blocks
 from store.codec.header import Header, parse
-from store.environment import Txn
+from store.errors import StoreError
 from store.objects import Record
 
 KEPT = 4096
@@ -19,30 +20,40 @@ KEPT = 4096
 
 
 class Head(NamedTuple):
-    """A verified header, and the token ids of its object as uint32 LE."""
+    """A verified header, the token ids of its object as uint32 LE, and for each value of the object
+    the page where it was last seen, 0 if nowhere."""
 
     header: Header
     ids: bytes
+    pages: list[int]
 
 
 class Heads:
-    """Verified headers by object and by the checksum that their stored bytes bear: bytes that are
-    written anew are read anew."""
+    """Verified headers by object."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._kept: dict[tuple[bytes, bytes], Head] = {}
+        self._kept: dict[bytes, Head] = {}
         self._lock = threading.Lock()
 
-    def get(self, txn: Txn, ident: bytes, record: Record) -> Head:
+    def get(self, ident: bytes, record: Record) -> Head:
         """The header of an object. Raises StoreError or CodecError when it is damaged."""
-        key = (ident, self._blocks.header_mark(txn, ident, record))
-        head = self._kept.get(key)
+        head = self._kept.get(ident)
         if head is None:
-            packed, ids = self._blocks.header(txn, ident, record)
-            head = Head(parse(packed), ids)
+            head = self._read(ident, record)
             with self._lock:
                 while len(self._kept) >= KEPT:
                     del self._kept[next(iter(self._kept))]
-                self._kept[key] = head
+                self._kept[ident] = head
         return head
+
+    def _read(self, ident: bytes, record: Record) -> Head:
+        with self._blocks.environment.read() as txn:
+            packed, ids = self._blocks.header(txn, ident, record)
+            try:
+                pages = self._blocks.pages(txn, ident)
+            except StoreError:
+                pages = []  # hints: the check tells of the damage
+        if len(pages) != record.parts:
+            pages = [0] * record.parts
+        return Head(parse(packed), ids, pages)

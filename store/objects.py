@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 
@@ -28,8 +29,7 @@ _RECORD = struct.Struct("<BBHI16s16sQQQQ8s8s")
 _SMALL = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """The `blk` entry of one object. `parts` is 0 for a payload that lies in `pages`."""
 
     kind: int

@@ -66,12 +66,6 @@ def get(environment: Environment, txn: Txn, key: bytes) -> bytes | None:
     return bytes(whole)
 
 
-def mark(environment: Environment, txn: Txn, key: bytes) -> bytes:
-    """Length and checksum that the record under `key` bears, unverified; empty where it is none."""
-    first = txn.get(key + _FIRST, db=environment.pages)
-    return b"" if first is None else bytes(first[: _HEAD.size])
-
-
 def delete(environment: Environment, txn: Txn, key: bytes) -> int:
     """Remove the record under `key`; returns the parts removed."""
     count = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -23,14 +22,6 @@ PAGE_HEAD = 16
 """Bytes of LMDB 0.9's page header."""
 _MAGIC = b"TNDM"
 _VERSION = 1
-
-
-class Part(NamedTuple):
-    """A bulk value in the map: its payload, its header, and the digest that the header tells."""
-
-    view: memoryview
-    head: bytes
-    digest: int
 
 
 def heads_of(ident: bytes, payload: memoryview) -> tuple[tuple[bytes, ...], int]:
@@ -51,7 +42,7 @@ def heads_of(ident: bytes, payload: memoryview) -> tuple[tuple[bytes, ...], int]
     return tuple(heads), seal(digests)
 
 
-def digest_in(head: bytes, ident: bytes, number: int, count: int, length: int) -> int:
+def digest_in(head: bytes | bytearray, ident: bytes, number: int, count: int, length: int) -> int:
     """The digest in a part's header. Raises StoreError where it is the header of another part."""
     magic, version, _, part, told, _, size, owner, digest = HEAD.unpack(head)
     if (magic, version, part, told, size, owner) != (
@@ -71,7 +62,7 @@ def seal(digests: list[int]) -> int:
     return int(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}Q", *digests)))
 
 
-def part_seed(head: bytes) -> int:
+def part_seed(head: bytes | bytearray) -> int:
     """What the digest of a part begins with: its identity (object, number, length)."""
     return int(xxhash.xxh3_64_intdigest(head[:32]))
 
@@ -82,7 +73,7 @@ def part_digest(head: bytes, payload: memoryview) -> int:
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a view begin in memory."""
+    """Where the bytes of a view, which must not be empty, begin in memory."""
     found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return found
 

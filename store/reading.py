@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from store.blocks import Blocks
 from store.environment import Environment, Txn
 from store.errors import StoreError
-from store.heads import Heads
 from store.loading import Buffers, StateReader
 from store.objects import owner_tag
+from store.places import Places
 from store.prefixes import Prefix, Prefixes, Served
 from store.states import INSIDE, Pins, State, StateRef, States
 from store.turns import Turns, pack_ids
@@ -31,7 +31,7 @@ class Reading:
     ) -> None:
         self._environment = environment
         self._blocks = blocks
-        self._heads = Heads(blocks)
+        self._places = Places(blocks)
         self._turns = turns
         self._states = states
         self._pins = pins
@@ -90,8 +90,8 @@ class Reading:
         except StoreError as error:
             objects, damage = [], [str(error)]
         reader = StateReader(
-            self._environment, self._blocks, self._heads, self._pins, state.ref(), objects, ids,
-            buffers, self._damaged.add,
+            self._environment, self._places, self._pins, state.ref(), objects, ids, buffers,
+            self._damaged.add,
         )  # fmt: skip
         reader.report.damage.extend(damage)
         return reader
@@ -102,6 +102,6 @@ class Reading:
         nbytes = sum(record.nbytes for _, record in objects)
         ref = StateRef("", "", self.served.fingerprint, stop, nbytes, 0.0, time.time())
         return StateReader(
-            self._environment, self._blocks, self._heads, self._pins, ref, objects,
+            self._environment, self._places, self._pins, ref, objects,
             pack_ids(ids[:stop]), buffers, self._damaged.add,
         )  # fmt: skip

@@ -6,9 +6,9 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from store.cold import resident_of
 from store.objects import ROOT
 from store.quotas import stored_bytes
+from store.resident import resident_of
 from store.states import INSIDE, PREAMBLE
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Bulk values: the payloads of objects, in parts of one size.
 
-Equal sizes keep every freed run of pages reusable. What is given here lies in the map and ends with
-its transaction; where it lies in the data file is told as well, for those who read it from there.
+Equal sizes keep every freed run of pages reusable. A value begins right behind the header of its
+first page, and the map is the data file from its beginning: by that page's number a value can be
+read from the file as well, as long as it is not freed.
 """
 
 from __future__ import annotations
@@ -10,21 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from store.codec.parted import Place
+from store.codec.stored import digest_of
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError
 from store.objects import Prepared, Record
 from store.parts import (
     HEAD,
-    PAGE_HEAD,
     PART_BYTES,
-    Part,
     address_of,
     digest_in,
     name_of,
     page_of,
-    part_digest,
-    seal,
+    part_seed,
 )
 
 
@@ -34,64 +32,27 @@ class Values:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._scratch = bytearray(VALUE_BYTES)
-        self._base: int | None = None
-        """Where the map of the data file begins, once a value was seen."""
 
-    def copy(self, txn: Txn, ident: bytes, record: Record, number: int, into: memoryview) -> int:
-        """Copy part `number` into `into` (its length), verify the copy, return its digest.
+    def copy(
+        self, txn: Txn, ident: bytes, record: Record, number: int, into: Sequence[memoryview]
+    ) -> int:
+        """Copy part `number` into buffers (its length in all), verify the copy, return its digest.
 
         Raises StoreError that names the part when it is missing or its bytes differ.
         """
         value = self._value(txn, ident, number, record.parts)
         head = bytes(value[: HEAD.size])
-        digest = digest_in(head, ident, number, record.parts, len(into))
-        source = np.frombuffer(value, np.uint8, len(into), HEAD.size)
-        np.copyto(np.frombuffer(into, np.uint8), source)
-        if part_digest(head, into) != digest:
+        digest = digest_in(head, ident, number, record.parts, sum(map(len, into)))
+        source = np.frombuffer(value, np.uint8)
+        at = HEAD.size
+        for buffer in into:
+            np.copyto(np.asarray(buffer), source[at : at + len(buffer)])
+            at += len(buffer)
+        if digest_of(into, part_seed(head)) != digest:
             raise StoreError(
                 f"{name_of(ident, number, record.parts)} has other bytes than were saved"
             )
         return digest
-
-    def view(self, txn: Txn, ident: bytes, record: Record) -> list[Part]:
-        """The payload of an object in its parts, in the map: valid within `txn` only.
-
-        The parts' headers are checked against the record; the bytes are for the reader to verify.
-        Raises StoreError when a part is missing or another's.
-        """
-        parts: list[Part] = []
-        count, left = record.parts, record.nbytes
-        for number in range(count):
-            value = self._value(txn, ident, number, count)
-            head = bytes(value[: HEAD.size])
-            length = min(left, PART_BYTES)
-            digest = digest_in(head, ident, number, count, length)
-            view = value[HEAD.size : HEAD.size + length].toreadonly()
-            parts.append(Part(view, head, digest))
-            left -= length
-        if seal([part.digest for part in parts]) != record.seal:
-            raise StoreError(f"the parts of block {ident.hex()} are not those that were saved")
-        return parts
-
-    def places(self, parts: Sequence[Part]) -> list[Place]:
-        """Where parts lie in the data file; empty where that cannot be told.
-
-        A bulk value begins right behind the header of its first page, which begins with the page's
-        number, and the map is the file from its beginning. Who reads there compares the part's
-        header: it is the place's mark.
-        """
-        environment = self._environment
-        found = []
-        for part in parts:
-            address = address_of(part.view) - HEAD.size
-            if self._base is None:
-                offset = page_of(address) * environment.page_size + PAGE_HEAD
-                self._base = address - offset
-            offset = address - self._base
-            if offset < 0:
-                return []
-            found.append(Place(environment.data_fd, offset, part.head))
-        return found
 
     def touch(self, txn: Txn, ident: bytes, number: int) -> None:
         """Bring a bulk part into the page cache; one that is gone is none."""
@@ -108,12 +69,10 @@ class Values:
             scratch[end:] = bytes(VALUE_BYTES - end)
         txn.put(item.ident + number.to_bytes(2, "big"), scratch, db=self._environment.dat)
 
-    def pages(self, txn: Txn, ident: bytes, record: Record) -> list[int]:
-        """The number of each part's first page. `txn` is a read transaction: only what is committed
-        has its place."""
-        return [
-            page_of(address_of(part.view) - HEAD.size) for part in self.view(txn, ident, record)
-        ]
+    def page(self, txn: Txn, ident: bytes, record: Record, number: int) -> int:
+        """The number of a part's first page. `txn` is a read transaction: only what is committed
+        has its place. Raises StoreError when the part is missing."""
+        return page_of(address_of(self._value(txn, ident, number, record.parts)))
 
     def free(self, txn: Txn, ident: bytes, record: Record) -> None:
         """Remove all parts of an object."""

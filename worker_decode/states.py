@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ from engine.prefill import append_schedule, ends_of
 from store.codec.chain import Chain
 from store.codec.header import CodecError, Header, Piece, root
 from store.codec.pack import Exporter
-from store.codec.parted import Parted
+from store.codec.stored import Stored
 from store.codec.unpack import Importer
 from store.loading import StateReader
 from store.prefixes import ends_in
@@ -79,14 +79,16 @@ def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | No
     """
     if reader.objects:  # before anything is read: the chain is checked again with the bytes
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
-    importer = _importer(model, len(ids))
+    importer = _importer(model, len(ids), state_ahead=False)
 
-    def finish(snapshot: Piece | Parted | None) -> Restored:
+    def take(rows: Iterator[Stored], snapshot: Stored | None) -> Restored:
         if snapshot is None:
             raise CodecError("the state has no snapshot: recompute it")
-        return _restored(model, importer, snapshot, ids)
+        schedule, delta = _told(model, snapshot.header, ids)
+        stop = snapshot.header.stop
+        return Restored(list(importer.restore(rows, snapshot)), list(ids[:stop]), schedule, delta)
 
-    return reader.feed(importer.add_all, finish)
+    return reader.feed(take)
 
 
 def load_rows(
@@ -104,12 +106,14 @@ def load_rows(
     importer = _importer(model, len(ids))
     ends: list[int] = []
 
-    def consume(pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            ends.extend(piece.header.start + end for end in ends_in(piece.header.extra))
-        importer.add_all(pieces)
+    def noted(rows: Iterator[Stored]) -> Iterator[Stored]:
+        for piece in rows:
+            header = piece.header
+            ends.extend(header.start + end for end in ends_in(header.extra))
+            yield piece
 
-    def finish(_: object) -> Restored:
+    def take(rows: Iterator[Stored], _: object) -> Restored:
+        importer.draw(noted(rows))
         used = [end for end in ends if end <= tokens]
         if not used or used[-1] != tokens:
             raise CodecError(f"no forward ended at token {tokens}: recompute it")
@@ -118,20 +122,20 @@ def load_rows(
             append_schedule(schedule, end - start)
         return Restored(list(importer.finish_rows(tokens)), list(ids[:tokens]), schedule, 0)
 
-    return reader.feed(consume, finish)
+    return reader.feed(take)
 
 
-def _importer(model: Model, tokens: int) -> Importer:
-    return Importer(model.layout, model.fresh_cache(), model.fingerprint, _capacity(tokens))
+def _importer(model: Model, tokens: int, *, state_ahead: bool = True) -> Importer:
+    room = _capacity(tokens)
+    caches = model.fresh_cache()
+    return Importer(model.layout, caches, model.fingerprint, room, state_ahead=state_ahead)
 
 
 def _capacity(tokens: int) -> int:
     return (tokens // _ROOM + 1) * _ROOM
 
 
-def _restored(
-    model: Model, importer: Importer, snapshot: Piece | Parted, ids: Sequence[int]
-) -> Restored:
+def _restored(model: Model, importer: Importer, snapshot: Piece, ids: Sequence[int]) -> Restored:
     header = snapshot.header
     schedule, delta = _told(model, header, ids)
     return Restored(list(importer.finish(snapshot)), list(ids[: header.stop]), schedule, delta)

@@ -13,11 +13,11 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -30,8 +30,9 @@ Bytes = NDArray[np.uint8]
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _PARALLEL_BYTES = 4 << 20
 _LARGE_BYTES = 1 << 20
+_TOGETHER_BYTES = 32 << 20
 _GRAIN = 64 << 10
-_ALIGN = 64
+ALIGN = 64
 _STRIDE = 4
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -130,33 +131,67 @@ class _Blank:
         return count
 
 
+class Block(NamedTuple):
+    """Memory of MLX's: `array` of uint64, to be evaluated once by the caller, and the same memory
+    as flat, writable bytes. What is in it is arbitrary.
+
+    An array is updated in place only where nothing else refers to its memory: let go of `view`.
+    """
+
+    array: mx.array
+    view: Bytes
+
+
+def allocate(*sizes: int) -> list[Block]:
+    """A block for each of `sizes`, in bytes.
+
+    It begins at a multiple of 64 bytes, where MLX's own allocation may not: copies between
+    memory that is aligned otherwise take twice as long on some processors.
+    """
+    return _taken([[size] for size in sizes])
+
+
+def allocate_together(*sizes: int) -> list[Block]:
+    """As `allocate`, for arrays that are let go together: several share a piece of memory, which
+    lasts as long as any of them. Taking memory costs far more than cutting it."""
+    groups: list[list[int]] = []
+    room = 0
+    for size in sizes:
+        if size > room:
+            groups.append([])
+            room = _TOGETHER_BYTES
+        groups[-1].append(size)
+        room -= size
+    return _taken(groups)
+
+
+def _taken(groups: Sequence[Sequence[int]]) -> list[Block]:
+    """The blocks of each group cut out of one piece of memory."""
+    words = [[-(-size // ALIGN) * (ALIGN // 8) for size in group] for group in groups]
+    rooms = _unfilled([sum(group) + ALIGN // 8 for group in words])
+    blocks = []
+    for room, group in zip(rooms, words, strict=True):
+        whole = view(room)
+        at = -whole.ctypes.data % ALIGN // 8
+        for count in group:
+            blocks.append(Block(room[at : at + count], whole[8 * at : 8 * (at + count)]))
+            at += count
+    return blocks
+
+
 def _unfilled(counts: Sequence[int]) -> list[mx.array]:
+    """Evaluated arrays of so many uint64 each."""
     # The loader hands every array from thread to thread: clearing a small one is cheaper.
     large = [count for count in counts if 8 * count >= _LARGE_BYTES]
     file: Any = _Blank(large)  # the stubs know paths only
     loaded: Any = mx.load(file, format="safetensors") if large else {}
     given = (loaded[str(number)] for number in range(len(large)))
-    return [
+    arrays = [
         next(given) if 8 * count >= _LARGE_BYTES else mx.zeros((count,), mx.uint64)
         for count in counts
     ]
-
-
-def allocate(*sizes: int) -> list[mx.array]:
-    """Evaluated MLX memory of at least so many bytes each, as uint64. What is in it is arbitrary.
-
-    It begins at a multiple of 64 bytes, where MLX's own allocation may not: copies between
-    memory that is aligned otherwise take twice as long on some processors.
-    """
-    counts = [(nbytes + 7) // 8 for nbytes in sizes]
-    roomy = _unfilled([count + _ALIGN // 8 for count in counts])
-    mx.eval(roomy)
-    blocks = []
-    for count, room in zip(counts, roomy, strict=True):
-        skip = -np.asarray(exported(room)).ctypes.data % _ALIGN // 8
-        blocks.append(room[skip : skip + count])
-    mx.eval(blocks)
-    return blocks
+    mx.eval(arrays)
+    return arrays
 
 
 def shaped(memory: mx.array, dtype: str, shape: Sequence[int]) -> mx.array:
@@ -189,14 +224,14 @@ class _Arena:
         memoryviews are gone."""
         base = self._found(nbytes)
         if base is None:
-            base = np.empty(-(-(nbytes + _ALIGN) // _GRAIN) * _GRAIN, np.uint8)
-        skip = -base.ctypes.data % _ALIGN
+            base = np.empty(-(-(nbytes + ALIGN) // _GRAIN) * _GRAIN, np.uint8)
+        skip = -base.ctypes.data % ALIGN
         loan = base[skip : skip + nbytes]
         weakref.finalize(loan, self._give_back, base).atexit = False
         return loan.data
 
     def _found(self, nbytes: int) -> Bytes | None:
-        wanted = nbytes + _ALIGN
+        wanted = nbytes + ALIGN
         with self._lock:
             fitting = [base for base in self._idle if wanted <= base.nbytes <= wanted + wanted // 4]
             if not fitting:
@@ -225,38 +260,59 @@ def lease(nbytes: int) -> memoryview:
     return _ARENA.lease(nbytes)
 
 
-def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
-    """Run copies and digests of `nbytes` bytes in all, on several threads where that pays.
+class Running:
+    """Tasks that other threads run already; `join`, which must follow, runs the rest with them.
 
-    The calling thread is one of them. Raises what the first task to fail raised; tasks that were
-    not begun by then are left out, and none is running any more.
+    Each thread takes the next task when it is free. One is drawn at a time, so drawing may compute
+    what a task needs, in order. Raises what the first task to fail raised; tasks that were not
+    begun by then are left out.
     """
-    if nbytes < _PARALLEL_BYTES or len(tasks) < 2 or _THREADS < 2:
-        for task in tasks:
-            task()
-        return
-    # Each takes the next one when it is free. What must be computed for the tasks is best done
-    # before: threads that copy get the interpreter's lock back late from one that computes.
-    waiting = iter(tasks)
-    others = [_pool().submit(_drain, waiting) for _ in range(min(_THREADS, len(tasks)) - 1)]
-    try:
-        _drain(waiting)
-    finally:
+
+    def __init__(self, tasks: Iterable[Callable[[], object]], threads: int) -> None:
+        self._tasks = iter(tasks)
+        self._drawing = threading.Lock()
+        self.stopped = False
+        """Whether no more tasks are taken, because one failed or all must end."""
+        self._others = [_pool().submit(self._drain) for _ in range(threads - 1)]
+
+    def join(self) -> None:
+        """Run tasks until there are none, and wait for those that others run."""
+        try:
+            self._drain()
+        finally:
+            others = self._end()
+        for future in others:
+            future.result()
+
+    def _end(self) -> list[Future[None]]:
         # All must have ended before the memory that they touch can be let go.
-        begun = [future for future in others if not future.cancel()]
+        self.stopped = True
+        begun = [future for future in self._others if not future.cancel()]
         wait(begun)
-    for future in begun:
-        future.result()
+        return begun
+
+    def _drain(self) -> None:
+        try:
+            while (task := self._draw()) is not None:
+                task()
+        except BaseException:
+            self.stopped = True
+            raise
+
+    def _draw(self) -> Callable[[], object] | None:
+        with self._drawing:
+            return None if self.stopped else next(self._tasks, None)
 
 
-def _drain(waiting: Iterator[Callable[[], object]]) -> None:
-    try:
-        for task in waiting:
-            task()
-    except BaseException:
-        for _ in waiting:
-            pass
-        raise
+def threads_for(nbytes: int) -> int:
+    """How many threads pay for copies and digests of `nbytes` bytes in all."""
+    return 1 if nbytes < _PARALLEL_BYTES else _THREADS
+
+
+def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
+    """Run copies and digests of `nbytes` bytes in all, on several threads where that pays; the
+    calling thread is one of them. Raises as `Running`."""
+    Running(tasks, min(threads_for(nbytes), len(tasks))).join()
 
 
 class Ahead:

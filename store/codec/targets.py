@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +14,9 @@ import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing, live
-from store.codec.header import MAX_DEPTH, CodecError, Leaf, offsets_of
+from store.codec.header import MAX_DEPTH, CodecError, Leaf, Piece, offsets_of
 from store.codec.layout import Layout, Slot, Width
-from store.codec.parted import MOST_BUFFERS, Parted, Place
+from store.codec.stored import Stored
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
@@ -25,32 +27,38 @@ _SMALL_BYTES = 4096
 class Reserve:
     """Memory taken before the first byte arrives, for every array whose size is known."""
 
-    def __init__(self, layout: Layout, capacity: int) -> None:
-        """All rows of `capacity` tokens, and the state arrays of fixed shape."""
-        sizes: dict[Key, int] = {}
+    def __init__(self, layout: Layout, capacity: int, *, state: bool) -> None:
+        """All rows of `capacity` tokens, and with `state` the state arrays of fixed shape."""
+        rows: dict[Key, int] = {}
+        held: dict[Key, int] = {}
         for slot in layout.slots if layout.measured else ():
             for row, width in zip(slot.rows, slot.widths, strict=True):
                 if width is not None:
-                    sizes[slot.path, row.name] = width.nbytes(row.axis) * (capacity // row.ratio)
-            if slot.kind.free_axes == ():
+                    rows[slot.path, row.name] = width.nbytes(row.axis) * (capacity // row.ratio)
+            if state and slot.kind.free_axes == ():
                 for name, (dtype, shape) in slot.held.items():
-                    sizes[slot.path, name] = Leaf(slot.path, name, dtype, shape).nbytes
-        blocks = memory.allocate(*sizes.values())
-        self._blocks = dict(zip(sizes, blocks, strict=True))
+                    held[slot.path, name] = Leaf(slot.path, name, dtype, shape).nbytes
+        self._blocks = dict(zip(rows, memory.allocate(*rows.values()), strict=True))
+        self._foreseen(held)
 
     def foresee(self, leaves: Sequence[Leaf]) -> None:
         """Take memory for those of a snapshot's arrays that there is none for, in one go."""
         sizes = {
             (leaf.path, leaf.name): leaf.nbytes
             for leaf in leaves
-            if (leaf.path, leaf.name) not in self._blocks
+            if leaf.nbytes and (leaf.path, leaf.name) not in self._blocks
         }
-        self._blocks.update(zip(sizes, memory.allocate(*sizes.values()), strict=True))
+        self._foreseen(sizes)
 
-    def take(self, key: Key, nbytes: int) -> mx.array:
+    def _foreseen(self, sizes: dict[Key, int]) -> None:
+        # A state's arrays end together: the next forward leaves others in their place.
+        blocks = memory.allocate_together(*sizes.values())
+        self._blocks.update(zip(sizes, blocks, strict=True))
+
+    def take(self, key: Key, nbytes: int) -> memory.Block:
         """The memory reserved for an array, or, where it was not foreseen, new memory."""
         block = self._blocks.pop(key, None)
-        if block is not None and block.nbytes - 8 < nbytes <= block.nbytes:
+        if block is not None and block.view.nbytes - memory.ALIGN < nbytes <= block.view.nbytes:
             return block
         (block,) = memory.allocate(nbytes)
         return block
@@ -67,8 +75,8 @@ class Target:
         self.capacity = capacity
         self.row_bytes = width.nbytes(row.axis)
         self.outer = math.prod(width.shape[: row.axis])
-        self._memory = reserve.take(key, self.row_bytes * capacity)
-        flat = memory.view(self._memory)[: self.row_bytes * capacity]
+        self._memory, room = reserve.take(key, self.row_bytes * capacity)
+        flat = room[: self.row_bytes * capacity]
         self._view: memory.Bytes | None = flat.reshape(self.outer, -1) if flat.size else None
         self._memory_view = flat.data
 
@@ -138,14 +146,14 @@ class SmallRows:
 class StateArrays:
     """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
 
-    def __init__(self, snapshot: Parted, reserve: Reserve) -> None:
+    def __init__(self, snapshot: Piece | Stored, reserve: Reserve) -> None:
         reserve.foresee(snapshot.header.leaves)  # as much as lies before us, at most
         self._reserve = reserve
         self._leaves = snapshot.header.leaves
         self._offsets = offsets_of(self._leaves)
         self._piece = snapshot
         self._taken: set[int] = set()
-        self._blocks: list[tuple[mx.array, Leaf, int]] = []
+        self._targets: list[tuple[int, memoryview]] = []
         self.made: list[mx.array] = []
 
     def decode(self, node: Any, slot: Slot, name: str, depth: int = 0) -> Any:
@@ -173,73 +181,36 @@ class StateArrays:
         if leaf.path != slot.path or leaf.name != name:
             raise CodecError(f"{where(leaf)} stands where {name} should: recompute this state")
         slot.check_state(leaf)
+        if not leaf.nbytes:
+            return mx.zeros(leaf.shape, memory.dtype_of(leaf.dtype))
         block = self._reserve.take((leaf.path, leaf.name), leaf.nbytes)
-        self._blocks.append((block, leaf, self._offsets[index]))
-        array = memory.shaped(block, leaf.dtype, leaf.shape)
+        self._targets.append((self._offsets[index], block.view[: leaf.nbytes].data))
+        array = memory.shaped(block.array, leaf.dtype, leaf.shape)
         self.made.append(array)
         return array
 
-    def close(self) -> None:
-        """Check and copy, after all arrays are known. Raises CodecError where one was left out."""
+    def bringing(self) -> Iterator[Callable[[], object]]:
+        """What fills the arrays, in any threads, after all are known. Raises CodecError where one
+        was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
         piece = self._piece
-        targets = sorted(
-            (offset, memory.view(block)[: leaf.nbytes])
-            for block, leaf, offset in self._blocks
-            if leaf.nbytes
+        targets = sorted(self._targets, key=itemgetter(0))
+        if isinstance(piece, Stored):
+            spread = piece.spread(target for _, target in targets)
+            return (partial(part.bring, into) for part, into in spread)
+        payload = np.frombuffer(piece.payload, np.uint8)
+        copies = (
+            partial(np.copyto, np.asarray(target), payload[offset : offset + target.nbytes])
+            for offset, target in targets
         )
-        tasks: list[Callable[[], None]]
-        if piece.places:
-            tasks = self._scattered([target for _, target in targets])
-        else:
-            tasks = [partial(_fill, target, piece, offset) for offset, target in targets]
-        if not (piece.places and piece.seals):
-            tasks.insert(0, piece.verify)
-        memory.run_all(tasks, piece.nbytes)
-        self._blocks = []
+        return chain([piece.verify], copies)
 
-    def _scattered(self, targets: list[memory.Bytes]) -> list[Callable[[], None]]:
-        """For each part that lies in a file, its bytes into the arrays that they belong to, checked
-        where it has a digest of its own. `targets` are all arrays, in a payload's order."""
-        piece = self._piece
-        tasks: list[Callable[[], None]] = []
-        rest = iter(targets)
-        target = np.empty(0, np.uint8)
-        for index, (part, place) in enumerate(zip(piece.parts, piece.places, strict=True)):
-            into, left = [], part.nbytes
-            while left:
-                target = target if target.size else next(rest)
-                into.append(target[:left])
-                target = target[left:]
-                left -= into[-1].size
-            tasks.append(partial(self._bring, index, place, into))
-        return tasks
-
-    def _bring(self, index: int, place: Place, into: Sequence[Any]) -> None:
-        part = self._piece.parts[index]
-        if self._piece.seals:
-            self._piece.check(part, self._piece.seals[index])
-        scatter(part, place, into)
-
-
-def scatter(payload: memoryview, place: Place, into: Sequence[Any]) -> None:
-    """Bring a payload into the buffers `into`, from its file or else from memory."""
-    if len(into) <= MOST_BUFFERS and place.scatter(into, payload.nbytes):
-        return
-    source = np.frombuffer(payload, np.uint8)
-    at = 0
-    for buffer in into:
-        target = np.frombuffer(buffer, np.uint8)
-        target[...] = source[at : at + target.size]
-        at += target.size
-
-
-def _fill(target: memory.Bytes, piece: Parted, offset: int) -> None:
-    at = 0
-    for part in piece.span(offset, offset + target.size):
-        target[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
-        at += part.nbytes
+    def close(self) -> None:
+        """Check what was brought, and let go of the memory. Raises what the check raises."""
+        if isinstance(self._piece, Stored):
+            self._piece.seal()
+        self._targets = []
 
 
 def where(leaf: Leaf) -> str:

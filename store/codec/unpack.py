@@ -9,9 +9,10 @@ place in it. Until `finish` returns, the cache list given is untouched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -30,21 +31,30 @@ from store.codec.header import (
     root,
 )
 from store.codec.layout import Layout, Slot, Width, position
-from store.codec.parted import Parted, Placed
-from store.codec.targets import Key, Reserve, SmallRows, StateArrays, Target, scatter, where
+from store.codec.stored import Stored
+from store.codec.targets import Key, Reserve, SmallRows, StateArrays, Target, where
 from store.codec.transient import NullKVCache
 
 
 class _Plan(NamedTuple):
     """A leaf table checked against the model: what goes where, and rows by tokens per row.
 
-    `lanes` are the memory of all rows in a payload's order, with tokens and bytes of one row.
+    `lanes` are the memory of all rows in a payload's order, each with the number in `rates` of its
+    (tokens of a row, bytes of a row).
     """
 
     leaves: tuple[Leaf, ...]
     copies: list[tuple[Target, int]]
     rows: dict[int, int]
-    lanes: list[tuple[memoryview, int, int]]
+    lanes: list[tuple[memoryview, int]]
+    rates: list[tuple[int, int]]
+
+
+class _State(NamedTuple):
+    """A snapshot's arrays, and for each slot its cache, the table of its rows and its values."""
+
+    arrays: StateArrays
+    slots: list[tuple[Slot, Any, list[Any], dict[str, Any]]]
 
 
 class Importer:
@@ -59,13 +69,14 @@ class Importer:
         *,
         seed: bytes | None = None,
         max_bytes: int | None = None,
+        state_ahead: bool = True,
     ) -> None:
         """`caches` is a fresh list of this model, `capacity` the tokens to make room for.
 
-        A measured layout's memory is taken here, before anything arrives. `max_bytes` bounds
-        what rows may take in memory (default: what the layout says that
-        `capacity` tokens need). Raises CodecError where the list is not this layout's or not
-        fresh.
+        A measured layout's memory is taken here, before anything arrives, without `state_ahead`
+        for rows only. `max_bytes` bounds what rows may take in memory (default: what the layout
+        says that `capacity` tokens need). Raises CodecError where the list is not this layout's, or
+        not fresh.
         """
         if not 0 <= capacity <= MAX_TOKENS:
             raise CodecError(f"a capacity of {capacity} tokens is out of range")
@@ -77,11 +88,10 @@ class Importer:
         self._caches = caches
         self._capacity = capacity
         self._broken: str | None = None
-        self._slots: dict[tuple[int, ...], Slot] = {}
-        for slot, cache in layout.match(caches):
-            if slot.kind.length(cache):
-                raise CodecError("state can be restored into a fresh cache list only")
-            self._slots[slot.path] = slot
+        self._matched = list(layout.match(caches))
+        if any(slot.kind.length(cache) for slot, cache in self._matched):
+            raise CodecError("state can be restored into a fresh cache list only")
+        self._slots = {slot.path: slot for slot, _ in self._matched}
         known = layout.rows_bytes(0, capacity) if layout.measured else 0
         if max_bytes is None:
             max_bytes = known if layout.complete else MAX_PAYLOAD
@@ -90,7 +100,8 @@ class Importer:
                 f"rows of {capacity} tokens need {known} bytes where {max_bytes} are granted"
             )
         self._room = max_bytes
-        self._reserve = Reserve(layout, capacity)
+        self._reserve = Reserve(layout, capacity, state=state_ahead)
+        self._threads = memory.threads_for(known or max_bytes)
         self._targets: dict[Key, Target] = {}
         self._plan: _Plan | None = None
 
@@ -104,9 +115,6 @@ class Importer:
         nbytes = sum(piece.payload.nbytes for piece in pieces)
         small = SmallRows()
         try:
-            if all(isinstance(piece, Placed) for piece in pieces):
-                memory.run_all([self._reading(cast(Placed, piece)) for piece in pieces], nbytes)
-                return
             with memory.Ahead([piece.verify for piece in pieces], nbytes) as checks:
                 for piece in pieces:
                     self._add(piece, checks, small)
@@ -115,12 +123,20 @@ class Importer:
             self._broken = self._broken or str(error)
             raise
 
-    def finish(self, snapshot: Piece | Parted) -> Sequence[Any]:
+    def draw(self, rows: Iterable[Stored]) -> None:
+        """Take the next rows from where they are stored, in order, each drawn when a thread is free
+        to bring it. Raises as `add`, and what bringing raises."""
+        memory.Running(map(self._bringing, rows), self._threads).join()
+
+    def finish(self, snapshot: Piece | Stored) -> Sequence[Any]:
         """Restore rows and snapshot into the cache list, and return it. Raises CodecError and
         leaves the list unfit for use where anything disagrees."""
         self._guard(snapshot.header, "snapshot")
-        self._broken = "it is finished"
-        return self._finish(Parted.of(snapshot))
+        return self._restore([], snapshot)
+
+    def restore(self, rows: Iterable[Stored], snapshot: Stored) -> Sequence[Any]:
+        """As `draw` and then `finish`, with all threads busy to the end. Raises as they do."""
+        return self._restore(map(self._bringing, rows), snapshot)
 
     def finish_rows(self, tokens: int) -> Sequence[Any]:
         """Restore the first `tokens` positions of the rows taken, where the model has nothing but
@@ -131,7 +147,7 @@ class Importer:
             raise CodecError(f"rows up to {self.position} do not make a state of {tokens} tokens")
         self._broken = "it is finished"
         restores = []
-        for slot, cache in self._layout.match(self._caches):
+        for slot, cache in self._matched:
             rows = {}
             for row in slot.rows:
                 target = self._targets.get((slot.path, row.name))
@@ -180,31 +196,42 @@ class Importer:
                 target.put(payload, offset, first, rows)
         self.position, self.chain = header.stop, header.chain
 
-    def _reading(self, piece: Placed) -> Callable[[], None]:
-        """Take the next rows, which lie in a file; what is returned checks and reads them."""
+    def _bringing(self, piece: Stored) -> Callable[[], None]:
+        """Take the next rows; what is returned brings them."""
         header = piece.header
-        self._guard(header, "rows")
-        plan = self._planned(header)
+        try:
+            self._guard(header, "rows")
+            plan = self._planned(header)
+        except CodecError as error:
+            self._broken = self._broken or str(error)
+            raise
         if not plan.lanes:
-            for target, _ in sorted(plan.copies, key=itemgetter(1)):
-                ratio = target.row.ratio
-                plan.lanes.extend((lane, ratio, width) for lane, width in target.lanes())
-        lanes = plan.lanes
-        spans = {
-            ratio: (header.start // ratio, header.start // ratio + rows)
-            for ratio, rows in plan.rows.items()
-        }
-        self.position, self.chain = header.stop, header.chain
+            self._lay(plan)
+        start, stop = header.start, header.stop
+        self.position, self.chain = stop, header.chain
+        parts, lanes, rates = piece.parts, plan.lanes, plan.rates
 
-        def read() -> None:
-            piece.verify()
-            into = []
-            for lane, ratio, width in lanes:
-                first, last = spans[ratio]
-                into.append(lane[first * width : last * width])
-            scatter(piece.payload, piece.place, into)
+        def bring() -> None:
+            spans = [slice(start // n * width, stop // n * width) for n, width in rates]
+            into = [lane[spans[rate]] for lane, rate in lanes]
+            if len(parts) == 1:
+                parts[0].bring(into)
+                return
+            for part, mine in piece.spread(into):
+                part.bring(mine)
+            piece.seal()
 
-        return read
+        return bring
+
+    @staticmethod
+    def _lay(plan: _Plan) -> None:
+        """Find the lanes of a plan."""
+        for target, _ in sorted(plan.copies, key=itemgetter(1)):
+            for lane, width in target.lanes():
+                rate = (target.row.ratio, width)
+                if rate not in plan.rates:
+                    plan.rates.append(rate)
+                plan.lanes.append((lane, plan.rates.index(rate)))
 
     def _planned(self, header: Header) -> _Plan:
         plan = self._plan
@@ -222,7 +249,7 @@ class Importer:
         return plan
 
     def _checked(self, header: Header) -> _Plan:
-        plan = _Plan(header.leaves, [], {}, [])
+        plan = _Plan(header.leaves, [], {}, [], [])
         for leaf, offset in zip(header.leaves, offsets_of(header.leaves), strict=True):
             row, width = self._row_of(leaf)
             rows = leaf.shape[row.axis]
@@ -273,23 +300,39 @@ class Importer:
         self._room -= need
         return Target(row, width, capacity, key, self._reserve)
 
-    def _finish(self, snapshot: Parted) -> Sequence[Any]:
+    def _state_of(self, snapshot: Piece | Stored) -> _State:
+        """The state's values, decoded and with memory of their own, not yet filled."""
         header = snapshot.header
-        if snapshot.nbytes != header.nbytes:
-            snapshot.verify()
-        entries = header.state
-        if len(entries) != len(self._slots):
+        if header.kind != "snapshot" or header.fingerprint != self._layout.fingerprint:
+            self._guard(header, "snapshot")
+        if len(header.state) != len(self._slots):
             raise CodecError("the snapshot is of another cache list: recompute this state")
         arrays = StateArrays(snapshot, self._reserve)
+        slots = [
+            (slot, cache, *self._entry(slot, entry, arrays))
+            for (slot, cache), entry in zip(self._matched, header.state, strict=True)
+        ]
+        return _State(arrays, slots)
+
+    def _restore(
+        self, tasks: Iterable[Callable[[], object]], snapshot: Piece | Stored
+    ) -> Sequence[Any]:
+        header = snapshot.header
+        state = self._state_of(snapshot)
+        threads = max(self._threads, memory.threads_for(header.nbytes))
+        memory.Running(chain(tasks, state.arrays.bringing()), threads).join()
+        self._guard(header, "snapshot")
+        self._broken = "it is finished"
+        state.arrays.close()
         restores = []
-        for (slot, cache), entry in zip(self._layout.match(self._caches), entries, strict=True):
-            rows, state = self._entry(slot, entry, arrays)
-            restores.append((slot, cache, rows, state))
-        arrays.close()
-        mx.eval([rows for _, _, rows, _ in restores], arrays.made)
-        for slot, cache, rows, state in restores:
+        for slot, cache, table, values in state.slots:
+            told = zip(slot.rows, slot.widths, table, strict=True)
+            rows = {row.name: self._finished(slot, row, known, one) for row, known, one in told}
+            restores.append((slot, cache, rows, values))
+        mx.eval([rows for _, _, rows, _ in restores], state.arrays.made)
+        for slot, cache, rows, values in restores:
             try:
-                slot.kind.restore(cache, rows, state, header.stop)
+                slot.kind.restore(cache, rows, values, header.stop)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise CodecError(
                     f"layer {slot.path} cannot be restored ({error!r}): recompute this state"
@@ -302,7 +345,8 @@ class Importer:
 
     def _entry(
         self, slot: Slot, entry: Any, arrays: StateArrays
-    ) -> tuple[dict[str, mx.array | None], dict[str, Any]]:
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """What the snapshot tells of a slot's rows, and the values of its state."""
         where = f"layer {'.'.join(map(str, slot.path))}"
         if not isinstance(entry, list) or len(entry) != 5 or not isinstance(entry[4], dict):
             raise CodecError(f"{where} of the snapshot is malformed: recompute this state")
@@ -314,14 +358,8 @@ class Importer:
             )
         if not isinstance(table, list) or len(table) != len(slot.rows):
             raise CodecError(f"{where} has other rows than this model's: recompute this state")
-        rows = {
-            row.name: self._finished(slot, row, known, told)
-            for row, known, told in zip(slot.rows, slot.widths, table, strict=True)
-        }
-        state = {}
-        for key, node in tree.items():
-            state[key] = arrays.decode(node, slot, str(key))
-        return rows, state
+        state = {key: arrays.decode(node, slot, str(key)) for key, node in tree.items()}
+        return table, state
 
     def _finished(
         self, slot: Slot, row: Growing, known: Width | None, told: Any

@@ -33,7 +33,7 @@ def test_room_behind_the_rows_is_zero_whatever_the_memory_held() -> None:
     before = mx.set_cache_limit(1 << 30)
     try:
         for block in memory.allocate(*sizes):
-            memory.view(block)[:] = 0xAB
+            block.view[:] = 0xAB
         del block
         importer = Importer(layout, [KVCache(), KVCache()], MODEL, CAPACITY)
         importer.add_all(pieces[:-1])
@@ -52,11 +52,11 @@ def test_memory_given_back_is_used_again_and_not_cleared() -> None:
     try:
         mx.clear_cache()
         (block,) = memory.allocate(32 << 20)
-        memory.view(block)[:] = 7
+        block.view[:] = 7
         del block
         held = mx.get_cache_memory()
         (again,) = memory.allocate(32 << 20)
         assert mx.get_cache_memory() < held
-        assert memory.view(again)[: 1 << 20].min() == 7
+        assert again.view[: 1 << 20].min() == 7
     finally:
         mx.set_cache_limit(before)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -34,31 +35,6 @@ def test_the_caller_takes_tasks_while_others_are_busy(monkeypatch: pytest.Monkey
     assert len(set(names)) == 2
 
 
-class Told(list[Callable[[], object]]):
-    """Tasks that tell when the last one was taken."""
-
-    def __init__(self, tasks: Sequence[Callable[[], object]]) -> None:
-        super().__init__(tasks)
-        self.gone = threading.Event()
-
-    def __iter__(self) -> Iterator[Callable[[], object]]:
-        given = super().__iter__()
-        told = self
-
-        class Giving:
-            def __iter__(self) -> Giving:
-                return self
-
-            def __next__(self) -> Callable[[], object]:
-                try:
-                    return next(given)
-                except StopIteration:
-                    told.gone.set()
-                    raise
-
-        return Giving()
-
-
 def test_the_first_failure_is_raised_when_nothing_runs_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,11 +48,44 @@ def test_the_first_failure_is_raised_when_nothing_runs_any_more(
         raise OSError("broken")
 
     def slow() -> None:
-        together.wait()
-        ended.append(tasks.gone.wait(60))
+        together.wait()  # `running` is there: its `join` runs one of the two
+        deadline = time.monotonic() + 60
+        while not running.stopped and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ended.append(running.stopped)
 
-    tasks = Told([fail, slow, *[lambda: left.append(1)] * 5])
+    running = memory.Running([fail, slow, *[lambda: left.append(1)] * 5], 2)
     with pytest.raises(OSError, match="broken"):
-        memory.run_all(tasks, LARGE)
+        running.join()
     assert ended == [True]
     assert not left
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tasks_are_drawn_one_at_a_time_and_in_order(threads: int) -> None:
+    drawing = threading.Lock()
+    drawn: list[int] = []
+    done: list[int] = []
+
+    def tasks() -> Iterator[Callable[[], object]]:
+        for number in range(200):
+            assert drawing.acquire(blocking=False), "two threads draw at once"
+            drawn.append(number)
+            drawing.release()
+            yield lambda number=number: done.append(number)
+
+    memory.Running(tasks(), threads).join()
+    assert drawn == list(range(200))
+    assert sorted(done) == drawn
+
+
+def test_what_drawing_raises_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def tasks() -> Iterator[Callable[[], object]]:
+        yield lambda: done.append(1)
+        raise OSError("nothing more can be drawn")
+
+    with pytest.raises(OSError, match="nothing more"):
+        memory.Running(tasks(), 2).join()
+    assert done == [1]

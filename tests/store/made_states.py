@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import xxhash
 
 from store.codec.chain import Chain
 from store.codec.header import Header, Leaf, Piece, root
+from store.codec.stored import Stored
 from store.turns import Turn
 
 MODEL = hashlib.blake2b(b"a model", digest_size=16).digest()
@@ -28,6 +29,17 @@ def noise(seed: bytes, nbytes: int) -> memoryview:
     """Bytes that depend on the seed alone."""
     number = int.from_bytes(hashlib.blake2b(seed, digest_size=16).digest(), "big")
     return memoryview(np.random.default_rng(number).bytes(nbytes))
+
+
+def brought(stored: Stored) -> bytes:
+    """The payload of a piece that a store gives, verified."""
+    return bytes(stored.piece(memoryview(bytearray(stored.header.nbytes))).payload)
+
+
+def feeding(rows: Iterator[Stored], snapshot: Stored | None) -> list[bytes]:
+    """The payloads of all that a reader feeds."""
+    found = [brought(piece) for piece in rows]
+    return found if snapshot is None else [*found, brought(snapshot)]
 
 
 def piece(header_fields: dict[str, object], shape: tuple[int, ...], seed: bytes) -> Piece:

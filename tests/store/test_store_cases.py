@@ -13,7 +13,7 @@
 - S09: a part-filled tail is merged with an older one. Here: `test_every_tail_stays_what_it_was`.
 - S11: evicted between lookup and read. Here: `test_evicted_between_finding_and_reading`.
 - S12: lookups that pin for ever. Here: `test_readers_that_are_dropped_leave_no_pin`.
-- S13: a view outlives its record. Here: `test_feeding_gives_the_same_without_a_copy` (views are
+- S13: a view outlives its record. Here: `test_feeding_gives_the_same_bytes` (views are
   released), `test_readers_and_a_writer_at_once`.
 - S15: two users of one entry overwrite each other. Here: `test_a_branch_shares_what_is_stored`;
   a hot state has one owner, `take` hands it over.

@@ -150,7 +150,7 @@ def test_damaged_ids_of_a_preamble_are_reported(store: Store) -> None:
     def work(txn: Txn) -> None:
         record = blocks.get(txn, state.head)
         assert record is not None
-        changed = replace(record, chain=b"\1" * 16)
+        changed = record._replace(chain=b"\1" * 16)
         txn.put(state.head, changed.pack(), db=store.environment.blk)
 
     store.environment.write(work)

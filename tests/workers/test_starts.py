@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from decode_kit import Parts, contents, deliver, held_after, make_job, state_of
+from store_damage import flip
 from tiny_models import prompt
 
 from engine.decode import Batch
@@ -17,7 +18,6 @@ from engine.rows import Row
 from engine.sampling import SamplingParams
 from engine.solo import Answer, answer
 from scheduler.runs import SendBack
-from store.environment import VALUE_BYTES
 from store.turns import Turn
 from worker_decode.hot import Held
 from worker_decode.starts import Start
@@ -199,22 +199,12 @@ def test_an_ancestors_state_goes_on_by_the_recorded_forwards(parts: Parts, llama
 
 def damage(parts: Parts, turn: str) -> None:
     """Flip one byte in the first part of the turn's state, where it lies in the store."""
-    environment = parts.store.environment
-    with environment.read() as txn:
+    with parts.store.environment.read() as txn:
         state = parts.store.states.get(txn, turn)
         assert state is not None
         ident, record = parts.store.blocks.line(txn, state.head)[0]
     assert record.parts
-    with environment.read() as txn:
-        for key, value in txn.cursor(db=environment.dat):
-            if bytes(key).startswith(ident):
-                found = bytes(key), bytearray(value)
-                break
-        else:
-            raise AssertionError("the block has no part of its own")
-    assert len(found[1]) <= VALUE_BYTES
-    found[1][1000] ^= 1
-    environment.write(lambda txn: txn.put(found[0], bytes(found[1]), db=environment.dat))
+    flip(parts.store, ident, 0, 1000)
 
 
 def test_a_damaged_state_is_recomputed_with_a_note(parts: Parts, llama: Model) -> None:
