@@ -97,6 +97,7 @@ class Moving:
         self._lock = threading.Lock()
         self._links: Links | None = None
         self._copied: dict[str, Any] = {}
+        self._moving: set[str] = set()
         self.seals = Seals()
         self._outlet = Outlet(store, store.environment.path / "moves")
         self._node: Node | None = None
@@ -180,6 +181,17 @@ class Moving:
         Its pointer moves once all of it is there and verified; then what is here goes. Raises
         StoreError, and nothing has changed: where it is busy, or the other node cannot take it.
         """
+        with self._lock:
+            if ident in self._moving:
+                raise StoreError(f"{ident} is on its way already")
+            self._moving.add(ident)
+        try:
+            return self._move(ident, to)
+        finally:
+            with self._lock:
+                self._moving.discard(ident)
+
+    def _move(self, ident: str, to: str) -> dict[str, Any]:
         began, own = time.monotonic(), self._config.node
         node = self._nodes.get("decode", to)
         if node is None or node.state != "ready" or to == own:

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.table import Table
 
+from scheduler.command import balance
 from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.config import ConfigError
 from scheduler.homes import DRAINED, Homes, store_of, successor
@@ -31,6 +32,7 @@ The nodes that this Tandem's Redis knows of.
   tandem node move ID --to NAME   bring an idle conversation to another decode node
   tandem node drain NAME          bring all of its idle conversations to others, and begin no
                                   new ones there until it restarts (or drain NAME --undo)
+  tandem node balance             bring idle conversations from full stores to others
   tandem node forget NAME         a decode node does not come back
 
 Conversations lie on one decode node each. While a node is away, what may lie there is answered
@@ -54,9 +56,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "bring a decode node's idle conversations to others; begin none there",
             run_drain,
         ),
+        ("balance", "bring idle conversations from full stores to others", run_balance),
         ("forget", "a decode node does not come back", run_forget),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        whole = balance.TEXT if name == "balance" else text
+        command = commands.add_parser(name, help=text, description=whole, formatter_class=raw)
         config_flags(command)
         json_flag(command)
         command.set_defaults(run=run)
@@ -66,6 +70,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         if name == "drain":
             command.add_argument("--to", metavar="NAME", help="there (whichever has most room)")
             command.add_argument("--undo", action="store_true", help="begin new ones there again")
+        if name == "balance":
+            balance.flags(command)
         if name in ("forget", "drain"):
             command.add_argument("name", metavar="NAME", help="as `tandem node list` shows it")
 
@@ -180,6 +186,11 @@ def _drain(client: redis.Redis, name: str, to: str) -> tuple[int, int]:
                     print(f"{one['id']} stays: {error}", file=sys.stderr)
                 status.update(f"{moved} moved, {stayed} stayed")
     return moved, stayed
+
+
+def run_balance(args: argparse.Namespace) -> int:
+    """Even out the stores; 1 where something that was to move stayed."""
+    return _with(args, lambda client: balance.balance(client, args))
 
 
 def run_forget(args: argparse.Namespace) -> int:

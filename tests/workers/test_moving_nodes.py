@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
+import redis
 from decode_kit import asking, make_job
 from moving_kit import Pair
 from redis_kit import eventually
 from test_late_engine import ids
 
+from engine.model import Model
 from scheduler.cli import main
+from scheduler.homes import Homes
+from store.rpc import StoreClient
 
 
 def test_a_node_is_drained_from_the_command_line(
@@ -54,3 +62,139 @@ def test_a_node_is_drained_from_the_command_line(
     assert status != 0
     assert "no other decode node" in told
     assert len(told_new) == 3
+
+
+TALKS = [f"conv_{k:032x}" for k in range(10)]
+Run = Callable[..., tuple[int, Any, str]]
+
+
+@pytest.fixture
+def uneven(redis_url: str, client: redis.Redis, loaded: Model, words: Any) -> Iterator[Pair]:
+    """Two small stores: ten conversations on m3, the later ones used later, and none on m4."""
+    made = Pair(redis_url, client, loaded, words, size=32 << 20)
+    made.rpc[0].add("move_conversation", made.mover.move)
+    for k, talk in enumerate(TALKS):
+        made.leaving.answer(make_job([20 + k, *ids(900)], request=asking(2), conversation=talk))
+        made.leaving.store.update_conversation(talk, last_used=1000.0 + k)
+    made.leaving.settle()
+    made.presence[0].update(state="ready")
+    eventually(lambda: made.mover._nodes.get("decode", "m3").state == "ready", "")  # type: ignore[union-attr]  # it lives
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def balance(uneven: Pair, redis_url: str, capsys: pytest.CaptureFixture[str]) -> Run:
+    config = uneven.dir / "tandem.toml"
+    config.write_text(f'data_dir = "{uneven.dir}/d"\n[redis]\nurl = "{redis_url}"\n')
+
+    def run(*words: str) -> tuple[int, Any, str]:
+        status = main(["node", "balance", *words, "--config", str(config)])
+        told = capsys.readouterr()
+        return status, json.loads(told.out) if "--json" in words else told.out, told.err
+
+    return run
+
+
+def share(pair: Pair) -> tuple[float, float]:
+    return (
+        pair.leaving.store.stats()["live_share"],
+        pair.other.store.stats()["live_share"],
+    )
+
+
+def planned(told: Any) -> list[str]:
+    return [one["conversation"] for one in told["plan"]]
+
+
+def test_idle_conversations_go_where_there_is_room(
+    uneven: Pair, balance: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, busy = TALKS[0], TALKS[2]
+    uneven.leaving.store.update_conversation(pinned, pinned=True)
+    uneven.client.sadd(f"tandem:at:{busy}", "resp_1")
+    uneven.client.hset("tandem:job:resp_1", "status", "decoding")
+    before = share(uneven)
+    status, told, _ = balance("--dry-run", "--json", "--above", "0")
+    order = [TALKS[1], *TALKS[3:]]
+    assert (status, told["moved"]) == (0, [])
+    assert planned(told) == order[: len(told["plan"])]
+    assert 3 <= len(told["plan"]) <= 5
+    assert {(one["from"], one["to"]) for one in told["plan"]} == {("m3", "m4")}
+    assert share(uneven) == before
+    bound = sum(one["bytes"] for one in told["plan"][:2]) / 1e9
+    assert (
+        planned(balance("--dry-run", "--json", "--above", "0", "--gb", f"{bound:.9f}")[1])
+        == (order[:2])
+    )
+
+    call, moves = StoreClient.call, []
+
+    def interrupted(self: StoreClient, method: str, **arguments: Any) -> Any:
+        if method == "move_conversation":
+            if len(moves) == 2:
+                raise KeyboardInterrupt
+            moves.append(arguments["ident"])
+        return call(self, method, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreClient, "call", interrupted)
+        status, told, err = balance("--json", "--above", "0")
+    assert (status, told["interrupted"]) == (130, True)
+    assert [one["conversation"] for one in told["moved"]] == moves == order[:2]
+    assert "run it again" in err
+    status, out, _ = balance("--above", "0")
+    assert status == 0
+    assert "m3 -> m4:" in out
+    assert "0 stayed" in out
+    here, there = share(uneven)
+    assert 0 <= here - there < before[0] / 4
+    homes, gone = Homes(uneven.client), len(uneven.other.store.list_conversations())
+    assert [homes.of(talk) for talk in order[:gone]] == ["m4"] * gone
+    assert {pinned, busy} <= {one["id"] for one in uneven.leaving.store.list_conversations()}
+    status, told, _ = balance("--json", "--above", "0")
+    assert (status, told["plan"]) == (0, [])
+    (turn,) = uneven.other.store.conversation_turns(order[0])
+    past = uneven.other.store.turn_ids(turn)
+    job = make_job([*past, *ids(20)], request=asking(6), previous=turn, conversation=order[0])
+    finished = uneven.other.answer(job)
+    assert finished.result is not None
+    assert finished.result.path["path"] == "restored"
+    assert uneven.other.said(job) == uneven.other.oracle(job)
+
+
+def test_what_does_not_move_is_told_with_the_reason(
+    uneven: Pair, balance: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no store is fuller than 90%" in balance("--above", "90")[1]
+    assert "used lately" in balance("--idle", "1e10")[1]
+    call, store = StoreClient.call, uneven.leaving.store
+
+    def meanwhile(self: StoreClient, method: str, **arguments: Any) -> Any:
+        if method == "move_conversation" and arguments["ident"] == TALKS[0]:
+            store.update_conversation(TALKS[1], last_used=5000.0)
+            uneven.client.sadd(f"tandem:at:{TALKS[0]}", "resp_1")
+            uneven.client.hset("tandem:job:resp_1", "status", "decoding")
+        return call(self, method, **arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreClient, "call", meanwhile)
+        status, told, _ = balance("--json", "--gb", "0.004")
+    assert planned(told) == TALKS[:2]
+    assert status == 1
+    first, second = told["stayed"]
+    assert (first["conversation"], second["conversation"]) == (TALKS[0], TALKS[1])
+    assert "busy" in first["why"]
+    assert "in use" in second["why"]
+    assert told["moved"] == []
+    uneven.presence[1].update(facts={"drained": True})
+    eventually(lambda: uneven.mover._nodes.get("decode", "m4").facts, "")  # type: ignore[union-attr]  # it lives
+    status, out, _ = balance()
+    assert status == 0
+    assert "takes no new conversations" in out
+    assert "no other node can be given anything now" in out
+    assert balance("--gb", "0")[0] != 0
+    uneven.presence[1].stop()
+    status, _, err = balance()
+    assert status != 0
+    assert "two decode nodes" in err
