@@ -208,6 +208,11 @@ class StoreConfig(Section):
         4,
         description="states stored inside one prompt beside its preamble's, for edits and branches",
     )
+    balance_above: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="with more of the store in use than this share, idle conversations go to other "
+        "decode nodes that have room; 0: only by `tandem node balance`",
+    )
     rpc_host: str = Field(
         "", description="address where an API on another machine asks the store; empty: none may"
     )

@@ -45,6 +45,7 @@ from transport.receiver import Receiver
 from transport.versions import about
 from worker_decode.doorway import Doorway
 from worker_decode.engine import Engine
+from worker_decode.evening import Evening
 from worker_decode.inbox import Inbox
 from worker_decode.lending import Lending
 from worker_decode.memory import Memory
@@ -198,6 +199,9 @@ def run(config: Config, model_dir: Path) -> int:
         strays.start()
         stack.callback(strays.join, 30.0)
         stack.callback(mover.stop)
+        if config.store.balance_above:
+            own = connect(config.redis_url, timeout=2.0, patience=0)
+            stack.callback(Evening(own, config.node, config.store.balance_above).close)
         presence.update(state="ready", fingerprint=model.fingerprint.hex())
         log.info("ready: %s on %s", config.model_name, model.device.name)
         return loop.run()

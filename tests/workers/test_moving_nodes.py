@@ -16,7 +16,9 @@ from test_late_engine import ids
 from engine.model import Model
 from scheduler.cli import main
 from scheduler.homes import Homes
+from scheduler.redis_client import connect
 from store.rpc import StoreClient
+from worker_decode.evening import Evening
 
 
 def test_a_node_is_drained_from_the_command_line(
@@ -163,6 +165,7 @@ def test_idle_conversations_go_where_there_is_room(
     assert uneven.other.said(job) == uneven.other.oracle(job)
 
 
+@pytest.mark.rotate(2)
 def test_what_does_not_move_is_told_with_the_reason(
     uneven: Pair, balance: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,3 +201,19 @@ def test_what_does_not_move_is_told_with_the_reason(
     status, _, err = balance()
     assert status != 0
     assert "two decode nodes" in err
+
+
+@pytest.mark.rotate(3)
+def test_a_node_evens_out_by_itself_where_it_is_told_to(uneven: Pair, redis_url: str) -> None:
+    """Only from its own store, until that is as full as it may be, and no further."""
+    far = Evening(connect(redis_url), "m4", 0.5, every=3600.0)
+    assert far.look() == 0
+    far.close()
+    assert share(uneven)[0] > 0.5
+    near = Evening(connect(redis_url), "m3", 0.5, every=0.01)
+    eventually(lambda: share(uneven)[0] <= 0.5, "nothing goes by itself")
+    near.close()
+    gone = len(uneven.other.store.list_conversations())
+    assert [Homes(uneven.client).of(talk) for talk in TALKS[:gone]] == ["m4"] * gone
+    assert len(uneven.leaving.store.list_conversations()) == len(TALKS) - gone
+    assert share(uneven)[0] > 0.4
