@@ -214,6 +214,13 @@ def _states(
     states: dict[str, State] = {}
     live: dict[bytes, int] = {}
     for state in store.states.every(txn):
+        if store.early.orphan(txn, state):
+            report.tell(
+                f"orphan: the state {state.turn} stands inside a prompt of conversation "
+                f"{state.conversation or '(none)'}, which is not stored"
+            )
+            report.dropped.append(state.turn)
+            continue
         problem = _problem(store, txn, state, objects, bad)
         if problem:
             report.tell(f"the state of {state.turn} is unusable: {problem}")

@@ -18,6 +18,7 @@ from store.compaction import copy
 from store.environment import BEGIN_SECONDS, Environment, Txn
 from store.loading import Buffers, StateReader, plain_buffer
 from store.objects import owner_tag
+from store.orphans import Early
 from store.prefixes import Prefix, Served, state_name
 from store.quotas import Limits, Quotas
 from store.reading import Reading
@@ -39,6 +40,7 @@ class Store(Records):
         self.quotas = Quotas(
             environment, self.blocks, self.states, self.evictor, limits.owner_bytes
         )
+        self.early = Early(self.conversations, self.states)
         self.damaged: set[bytes] = set()
         self.reading = Reading(
             environment, self.blocks, self.turns, self.states, self.pins, self.damaged, self.touch
@@ -179,10 +181,12 @@ class Store(Records):
         """Store a state that belongs to no turn: `ids` are its token ids from the first on.
 
         As `save_state`; saving it again writes nothing. With `gain`, the tokens beyond the nearest
-        snapshot before it, it stands inside a prompt of `conversation`, and goes with that; without
-        it is a preamble that conversations share.
+        snapshot before it, it stands inside a prompt of `conversation`, and goes with that: call
+        `settle_inside` when the turn has ended. Without it is a preamble that conversations share.
         """
         header = snapshot.header
+        if gain > 0 and conversation and self.get_conversation(conversation) is None:
+            self.early.expect(conversation)
         subject = Subject(
             name=state_name(owner_tag(owner), header.chain, inside=gain > 0),
             conversation=conversation,
@@ -193,6 +197,23 @@ class Store(Records):
             new=gain or header.stop,
         )
         return self._saver.save_as(subject, pieces, snapshot, None)
+
+    def settle_inside(self, conversation: str, names: Sequence[str], *, kept: bool) -> int:
+        """A turn of `conversation` has ended that saved the states `names` inside its prompt.
+
+        They stay if it was `kept` and its conversation is stored; otherwise they go, since what was
+        said in it is to be forgotten. Returns how many went.
+        """
+        with self.lock:
+            return self.environment.write(
+                lambda txn: self.early.settle(txn, conversation, names, kept=kept)
+            )
+
+    def sweep(self) -> int:
+        """Drop states inside prompts of conversations that are not stored: what turns left behind
+        that ended with the process before. Returns how many there were."""
+        with self.lock:
+            return self.environment.write(self.early.sweep)
 
     def drop_state(self, turn_id: str) -> bool:
         """Forget the state of a turn (its ids and items stay); False if there was none."""

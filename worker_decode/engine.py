@@ -107,6 +107,7 @@ class Engine:
             running=self._running,
             ended=ended,
             announce=lambda: announce(self.facts()),
+            lost=lambda turn: self._sharing.ended(turn, kept=False),
         )
         self._early = Early(model, inbox, memory)
         self._starts = Starts(
@@ -225,6 +226,7 @@ class Engine:
         told = time.monotonic()
         # It gives way first: what conversations give way to has to be written.
         self._early.look_after(self.free(), busy=True)
+        self._sharing.look_after()
         self.kept.look_after()
         now = time.monotonic()
         self._loop.step(began, stepped, told, chunk, now)
@@ -236,7 +238,7 @@ class Engine:
         """Drop a row and what has arrived for it."""
         for uid, answer in list(self._answers.items()):
             if answer.execution is execution:
-                self.kept.give_up(execution.job.id, self._batch.cancel(uid))
+                self._give_up(execution.job.id, self._batch.cancel(uid))
                 del self._answers[uid]
                 self._watches.pop(uid).end()
         self._inbox.discard(execution.job.id)
@@ -255,7 +257,7 @@ class Engine:
         with execution.notes.stage("pack"):
             event = self._batch.cancel(found[0])
             pieces = state_of(self._model, event, start)
-        self.kept.give_up(job.id, event)
+        self._give_up(job.id, event)
         self._inbox.discard(job.id)
         send, tokens = self._mover.send, len(answer.ids)
         return lambda: {"at_token": tokens, **send(job, heir, pieces)}
@@ -270,6 +272,7 @@ class Engine:
     def idle(self) -> bool:
         """Unpack what arrives and save what is idle; True while there is more to do at once."""
         more = self._early.look_after(self.free(), busy=False)
+        self._sharing.look_after()
         return self.kept.look_after() or more
 
     def settle(self) -> None:
@@ -282,6 +285,7 @@ class Engine:
 
     def drain(self) -> None:
         """Save every conversation that is still in memory, and wait until it is written."""
+        self._sharing.look_after(wait=True)
         self.kept.drain()
 
     def budget(self) -> tuple[int, int, float]:
@@ -312,7 +316,7 @@ class Engine:
 
     def _finish(self, answer: Answer, event: Event) -> Finished:
         if event.finish == "error":
-            self.kept.give_up(answer.job.id, event)
+            self._give_up(answer.job.id, event)
             return Finished(answer.execution, error=ModelError(event.error))
         status = "completed" if event.finish == "stop" else "incomplete"
         closing = answer.closing(status)
@@ -330,7 +334,7 @@ class Engine:
             self._keep(answer, event)
             commit = partial(self._commit, answer, event, status)
         else:
-            self.kept.give_up(answer.job.id, event)
+            self._give_up(answer.job.id, event)
         noted = self._ledgers.ended if commit is not None else None
         return Finished(answer.execution, result, commit=commit, noted=noted)
 
@@ -372,15 +376,25 @@ class Engine:
             )
             record(self._store, answer.job, turn)
         except StoreFull as error:
-            self.kept.forget([answer.job.id])
+            self._not_recorded(answer)
             self.kept.hardship.note(error)
             log.error("%s is answered and not recorded: %s", answer.job.id, error)
             return {"recorded": False}
         except BaseException:
-            self.kept.forget([answer.job.id])
+            self._not_recorded(answer)
             raise
         self.kept.recorded(turn.id)
+        self._sharing.ended(turn.id, kept=True)
         return None
+
+    def _not_recorded(self, answer: Answer) -> None:
+        self.kept.forget([answer.job.id])
+        self._sharing.ended(answer.job.id, kept=False)
+
+    def _give_up(self, turn: str, event: Event) -> None:
+        """A turn is not kept."""
+        self.kept.give_up(turn, event)
+        self._sharing.ended(turn, kept=False)
 
 
 __all__ = ["Engine", "SendBack"]

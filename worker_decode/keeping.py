@@ -52,9 +52,11 @@ class Keeping:
         running: Callable[[str], Caches | None],
         ended: Callable[[str], bool],
         announce: Callable[[], None],
+        lost: Callable[[str], None],
     ) -> None:
         """`running(turn)` gives the caches of an answer under way; `ended(response)` says whether a
-        job is over; `announce()` is called now and then."""
+        job is over; `announce()` is called now and then; `lost(turn)` when a finished turn's run
+        was another's by then, so that it is not recorded."""
         self._config = config
         self._model = model
         self._store = store
@@ -64,6 +66,7 @@ class Keeping:
         self._lending = lending
         self._ended = ended
         self._announce = announce
+        self._lost = lost
         self.hot = Hot(memory)
         self.behind = Behind(model, self.hot, memory, running)
         self.hardship = Hardship()
@@ -221,6 +224,7 @@ class Keeping:
         with self._lock:  # those of a lost run are never committed
             lost = [turn for turn, run in self._uncommitted.items() if run.lost]
         for turn in lost:
+            self._lost(turn)
             self._forget(turn)
         while self._unrecorded:
             turn = self._unrecorded.popleft()

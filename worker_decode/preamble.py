@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from engine.model import Caches, Model
 from scheduler.record import Job
 from store.codec.header import Piece
 from store.errors import StoreError
+from store.objects import owner_tag
+from store.prefixes import state_name
 from store.store import Store
 from worker_decode.hot import Held
 from worker_decode.marks import cut_of
 from worker_decode.saver import Saver
 from worker_decode.states import export
+from worker_decode.turns import conversation_of
+
+log = logging.getLogger("tandem.decode")
 
 
 class Sharing:
-    """Stores states at the marks of prompts, each once. Used by the engine's thread alone."""
+    """Stores states at the marks of prompts, each once. Used by the engine's thread alone, but for
+    `ended`.
+
+    Those inside a prompt are stored before it is known whether the turn is kept: whoever ends one
+    says so, and behind what is queued to be saved the states of one that was not kept are dropped.
+    """
 
     def __init__(self, model: Model, store: Store, saver: Saver) -> None:
         self._model = model
         self._store = store
         self._saver = saver
+        self._put_for: dict[str, tuple[str, list[str]]] = {}
+        self._ended: deque[tuple[str, bool]] = deque()
 
     def computed(
         self,
@@ -56,11 +71,33 @@ class Sharing:
         self, job: Job, before: int, ids: list[int], rows: Sequence[Piece], snapshot: Piece
     ) -> None:
         inside = len(ids) != cut_of(job, self._model.layout)
+        conversation = ""
+        if inside:
+            conversation = conversation_of(job, self._store)
+            name = state_name(owner_tag(job.owner), snapshot.header.chain, inside=True)
+            self._put_for.setdefault(job.id, (conversation, []))[1].append(name)
         self._saver.put_prefix(
             job.owner, ids, rows, snapshot,
-            conversation=(job.conversation or "") if inside else "",
-            gain=len(ids) - before if inside else 0,
+            conversation=conversation, gain=len(ids) - before if inside else 0,
         )  # fmt: skip
+
+    def ended(self, turn: str, *, kept: bool) -> None:
+        """A turn is durable, or is not kept. Any thread; what follows is done by `look_after`."""
+        self._ended.append((turn, kept))
+
+    def look_after(self, *, wait: bool = False) -> None:
+        """Have what ended turns left behind dropped, while the saver has room, or `wait` for it."""
+        while self._ended and (wait or self._saver.room):
+            turn, kept = self._ended.popleft()
+            if (found := self._put_for.pop(turn, None)) is not None:
+                self._saver.do(partial(self._settle, *found, kept))
+
+    def _settle(self, conversation: str, names: list[str], kept: bool) -> None:
+        """On the saver's thread."""
+        try:
+            self._store.settle_inside(conversation, names, kept=kept)
+        except StoreError as error:
+            log.warning("states of a prompt that was not kept stay until the next start: %s", error)
 
     def _known(self, job: Job, ids: list[int]) -> bool:
         try:

@@ -172,3 +172,27 @@ def test_a_damaged_turn_is_reported_and_nothing_else_is_lost(store: Store) -> No
     store.delete_conversation("conv_a")
     report = store.check()
     assert report.clean, report.problems
+
+
+def test_states_inside_prompts_that_were_not_kept_are_found_and_swept(tmp_path: Path) -> None:
+    """A process that dies before a first turn is kept leaves what it has stored of its prompt."""
+    ids, kept = list(range(1000, 1064)), list(range(2000, 2064))
+    for swept in (False, True):
+        store = Store.open(tmp_path / "store", 128 << 20)
+        store.create_conversation("conv_c", "ben")
+        store.save_prefix("anna", ids, *make_state(ids), conversation="conv_new", gain=64)
+        store.save_prefix("ben", kept, *make_state(kept), conversation="conv_c", gain=64)
+        assert store.check().clean, "its turn may be under way"
+        store.close()
+        store = Store.open(tmp_path / "store", 128 << 20, create=False)
+        if swept:
+            assert store.sweep() == 1
+        else:
+            found = store.check().problems[0]
+            assert found.startswith("orphan: the state cut_")
+            assert found.endswith("a prompt of conversation conv_new, which is not stored")
+            assert len(store.check(repair=True).dropped) == 1
+        assert store.check().clean
+        assert store.stats()["inside_prompts"] == 1
+        assert store.sweep() == 0
+        store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from tiny_models import prompt
 
 from engine.model import Model
 from engine.names import SEEN
-from scheduler.record import Job
+from scheduler.execution import Finished
+from scheduler.record import Job, JobError
 from store.states import INSIDE
 from worker_decode.marks import LEAST_TOKENS, MOST_SNAPSHOT, Marks, marks_of, pays
 
@@ -253,3 +255,52 @@ def test_places(kind: Model) -> None:
                 assert pays(layout, max(0, before - block), place)
                 snapshot = layout.state_bytes(place) - layout.rows_bytes(0, place)
                 assert snapshot <= MOST_SNAPSHOT * layout.rows_bytes(max(0, before - block), place)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed", "deleted"])
+def test_what_is_kept_inside_a_prompt_goes_with_a_turn_that_is_not(
+    words: Any, tmp_path: Path, end: str
+) -> None:
+    """Also where its conversation is deleted while the state waits for the disk."""
+    node = serving(Node(tiny("qwen3_next"), words, tmp_path))
+    saver, gate, done = node.engine.kept.saver, threading.Event(), threading.Event()
+    try:
+        job = asked([], LONG)
+        if end == "failed":  # its conversation is not there when it ends
+            job.request["params"]["about"] = {"new_conversation": False}
+        if end == "deleted":
+            saver.do(lambda: gate.wait(60) and None)
+        execution = node.execution(job)
+        node.engine.add(execution, job)
+        while not node.said(job):
+            node.engine.step()
+        if end != "deleted":
+            assert await_kept(node, 1) == [399]
+            assert node.store.check().clean, "it may be kept yet"
+        if end == "cancelled":
+            node.engine.cancel(execution)
+        else:
+            finished = ended(node)
+            assert finished.commit is not None
+            if end == "failed":
+                with pytest.raises(JobError, match="was deleted while this turn ran"):
+                    finished.commit()
+            else:
+                finished.commit()
+                assert node.store.delete_conversation(job.conversation or "")
+        gate.set()
+        node.engine.idle()
+        saver.do(done.set)
+        assert done.wait(60)
+        assert kept(node) == []
+        assert node.store.check().clean
+    finally:
+        gate.set()
+        node.close()
+
+
+def ended(node: Node) -> Finished:
+    """Step until a row ends."""
+    while True:
+        for finished in node.engine.step():
+            return finished
