@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ def far(stack: Running) -> Iterator[tuple[Config, subprocess.Popen[bytes]]]:
         "data_dir": directory,
         "node": "far",
         "redis": stack.config.redis.model_copy(update={"url": stack.config.redis_url}),
+        "store": stack.config.store.model_copy(update={"balance_above": 0.9}),
     }
     config = stack.config.model_copy(update=changes)
     log = (stack.config.data_dir / "logs" / "far.log").open("wb")
@@ -68,7 +70,10 @@ def begun(stack: Running, **body: Any) -> str:
 
 
 def test_an_idle_conversation_is_moved_from_the_command_line(
-    stack: Running, far: tuple[Config, subprocess.Popen[bytes]], tmp_path: Path
+    stack: Running,
+    far: tuple[Config, subprocess.Popen[bytes]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     conversation = stack.http.post("/v1/conversations", json={}).json()["id"]
     first = stack.post(input="Name a river.", conversation=conversation, max_output_tokens=8)
@@ -76,11 +81,23 @@ def test_an_idle_conversation_is_moved_from_the_command_line(
     file = tmp_path / "tandem.toml"
     file.write_text(f'data_dir = "{tmp_path}/d"\n[redis]\nurl = "{stack.config.redis_url}"\n')
     assert main(["node", "move", conversation, "--to", "far", "--config", str(file)]) == 0
+    capsys.readouterr()
+    assert main(["node", "balance", "--json", "--config", str(file)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in told["nodes"]] == ["far", "local"]
+    for one in told["nodes"]:  # as real nodes tell it
+        assert one["given_nothing"] == ""
+        assert one["slots"] == stack.config.decode.slots
+        assert 0 < one["stored"] < one["size"]
+        assert one["memory_limit"] == int(stack.config.store.hot_gb * 1e9)
+    assert told["plan"] == []
     again = stack.post(input="And a sea.", conversation=conversation, max_output_tokens=8)
     assert again["tandem"]["node"] == "far"
     assert again["tandem"]["path"] == "restored"
     assert again["tandem"]["cached_tokens"] > 0
     assert stack.store.get_conversation(conversation) is None
+    renamed = stack.http.post(f"/v1/conversations/{conversation}", json={"metadata": {"a": "b"}})
+    assert renamed.json()["metadata"] == {"a": "b"}
     near, stack.store = stack.store, StoreClient(far[0].store_socket)
     assert stack.output_ids(again["id"]) == stack.solo(again["id"])
     stack.store.close()
