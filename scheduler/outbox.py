@@ -7,6 +7,7 @@ tokens are late, none is lost. Events keep their number, so that sending twice c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -34,10 +35,13 @@ Numbered = tuple[Execution, int, list[Pending]]
 
 def rows_of(numbered: Sequence[Numbered]) -> list[dict[str, Any]]:
     """What the script that appends takes."""
-    return [
-        append_row(e.job, first, [p.data for p in events], any(p.tokens for p in events))
-        for e, first, events in numbered
-    ]
+    rows = []
+    for execution, first, events in numbered:
+        tokens = False
+        for event in events:
+            tokens = tokens or event.tokens
+        rows.append(append_row(execution.job, first, [event.data for event in events], tokens))
+    return rows
 
 
 class Outbox:
@@ -49,6 +53,7 @@ class Outbox:
         self._items: deque[tuple[Execution, Pending | Callable[[], None]]] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._sleeps = False  # the thread: it must be woken
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
 
     def start(self) -> None:
@@ -60,13 +65,20 @@ class Outbox:
         with self._changed:
             while len(self._items) >= self._capacity and not self._closing:
                 self._changed.wait(0.5)
-            self._items.extend((execution, event) for event in events)
-            self._changed.notify_all()
+            for event in events:
+                self._items.append((execution, event))
+            self._wake()
 
     def then(self, execution: Execution, action: Callable[[], None]) -> None:
         """Run `action` on the writing thread once everything queued for `execution` is written."""
         with self._changed:
             self._items.append((execution, action))
+            self._wake()
+
+    def _wake(self) -> None:
+        # Once a step, not once a row: it costs more than all the rest of `put`.
+        if self._sleeps:
+            self._sleeps = False
             self._changed.notify_all()
 
     def close(self, seconds: float) -> bool:
@@ -87,8 +99,10 @@ class Outbox:
                 while not self._items:
                     if self._closing:
                         return
+                    self._sleeps = True
                     self._changed.wait(1.0)
-                batch = [self._items[i] for i in range(min(_BATCH, len(self._items)))]
+                self._sleeps = False
+                batch = list(itertools.islice(self._items, _BATCH))
             try:
                 done = self._write(batch)
                 pause = _FIRST_PAUSE
@@ -146,9 +160,9 @@ class Outbox:
             log.error("events of %s are refused: %s", execution.job.id, error)
             execution.mark_lost()
             return
-        for execution, _, _ in numbered:
-            execution.notes.meter.take(sending, 1 / len(rows))
+        part = sending.part(1 / len(rows))
         for (execution, _, events), (outcome, seq) in zip(numbered, answers, strict=True):
+            execution.notes.meter.take(part)
             if outcome == "behind" and seq >= execution.first:
                 # Redis came back without its last moments: it is told them again.
                 missing = execution.log[seq - execution.first :]

@@ -33,12 +33,25 @@ class Meter:
 
     def take(self, other: Meter, share: float = 1.0) -> None:
         """Add what `other` counted, or this share of its round trips and bytes. Any thread."""
+        if share != 1.0:
+            other = other.part(share)
         with self._lock:
-            self.commands += round(other.commands * share)
-            self.trips += other.trips * share
-            self.sent += round(other.sent * share)
-            self.received += round(other.received * share)
-            self.work.update(other.work)
+            self.commands += other.commands
+            self.trips += other.trips
+            self.sent += other.sent
+            self.received += other.received
+            if other.work:  # adding nothing would take longer than all the rest
+                self.work.update(other.work)
+
+    def part(self, share: float) -> Meter:
+        """This share of the round trips and bytes, with all of the work."""
+        made = Meter()
+        made.commands = round(self.commands * share)
+        made.trips = self.trips * share
+        made.sent = round(self.sent * share)
+        made.received = round(self.received * share)
+        made.work = self.work
+        return made
 
     def control(self) -> dict[str, float]:
         """What went to Redis and came from there."""
