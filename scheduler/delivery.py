@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from redis.exceptions import RedisError
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from scheduler import events
 from scheduler.api.backend import Backend
 from scheduler.api.faults import Fault
+from scheduler.api.lane import Lane
 from scheduler.api.lookup import find_job
 from scheduler.api.stream import LogLost, gone
 from scheduler.api.view import replayed
@@ -71,13 +73,24 @@ class View(Protocol[T_co]):
         ...
 
 
+def _nothing() -> None:
+    """What some events mean to a client."""
+
+
 async def follow(
-    backend: Backend, job: Job, view: View[T], after: int = -1
+    backend: Backend,
+    job: Job,
+    view: View[T],
+    after: int = -1,
+    lane: Lane | None = None,
+    say: Callable[[list[T]], bytes] | None = None,
 ) -> AsyncGenerator[list[T], None]:
     """A response's events numbered above `after` as `view` renders them, to the response's end.
 
     All that are there at once; an empty list where nothing has come for a while. Where the log
-    cannot be followed to its end, the last event is of type "error".
+    cannot be followed to its end, the last event is of type "error". What comes while the caller
+    waits and `lane` is free goes there as `say` puts it, and not to the caller; a terminal event
+    never does.
     """
     if not job.events:
         logged = list(enumerate(replayed(job)))
@@ -85,8 +98,18 @@ async def follow(
         yield told[after + 1 :]
         return
     seq = -1
+
+    def straight(new: list[events.Event]) -> Callable[[], None] | None:
+        nonlocal seq
+        if lane is None or say is None or not lane.free or new[0].seq <= after:
+            return None
+        chunk = say([view.render(n, d) for n, d in new])
+        seq = new[-1].seq
+        return functools.partial(lane.write, chunk) if chunk else _nothing
+
     try:
-        async with contextlib.aclosing(backend.hub.follow(job.id)) as batches:
+        hub = backend.hub.follow(job.id, straight=straight if lane else None)
+        async with contextlib.aclosing(hub) as batches:
             async for new in batches:
                 if not new:
                     yield []

@@ -21,6 +21,7 @@ from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault
 from scheduler.api.frames import Spliced, encode
 from scheduler.api.intake import accept
+from scheduler.api.lane import Lane
 from scheduler.api.lookup import find_job
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
@@ -54,10 +55,12 @@ def router(backend: Backend) -> APIRouter:
         headers = {"x-request-id": accepted.id}
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
+            lane = Lane()
             return EventStream(
-                _chunks(backend, accepted.id, usage),
+                _chunks(backend, accepted.id, usage, lane),
                 on_gone=lambda: abandon(backend, accepted.id),
                 headers=headers,
+                lane=lane,
             )
         await wait(backend, accepted.id, request)
         job = await run_in_threadpool(find_job, backend, accepted.id)
@@ -139,12 +142,13 @@ def usage(made: dict[str, Any]) -> dict[str, Any] | None:
 
 
 async def _chunks(
-    backend: Backend, response: str, include_usage: bool
+    backend: Backend, response: str, include_usage: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent chat.completion.chunk objects; empty ones while nothing else comes."""
     job = await run_in_threadpool(find_job, backend, response)
     chunks = _Chunks(job, include_usage)
-    async with contextlib.aclosing(follow(backend, job, chunks)) as batches:
+    batches = follow(backend, job, chunks, lane=lane, say=b"".join)
+    async with contextlib.aclosing(batches):
         async for new in batches:
             if told := b"".join(new) if new else chunks.alive():
                 yield told

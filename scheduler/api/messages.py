@@ -18,6 +18,7 @@ from scheduler.api.faults import ANTHROPIC, Fault
 from scheduler.api.frames import frame
 from scheduler.api.intake import accept, count_tokens
 from scheduler.api.items import output_items
+from scheduler.api.lane import Lane
 from scheduler.api.lookup import find_job
 from scheduler.api.message_requests import CountRequest, MessagesRequest, to_response_request
 from scheduler.api.sessions import session_of
@@ -48,10 +49,12 @@ def router(backend: Backend) -> APIRouter:
         stops = body.stop_sequences or []
         shown = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
+            lane = Lane()
             return EventStream(
-                _events(backend, accepted.id, stops, shown),
+                _events(backend, accepted.id, stops, shown, lane),
                 on_gone=lambda: abandon(backend, accepted.id),
                 headers=headers,
+                lane=lane,
             )
         await wait(backend, accepted.id, request)
         job = await run_in_threadpool(find_job, backend, accepted.id)
@@ -151,13 +154,18 @@ def _stop(backend: Backend, job: Job, stops: Sequence[str]) -> tuple[str, str | 
 
 
 async def _events(
-    backend: Backend, response: str, stops: Sequence[str], shown: bool
+    backend: Backend, response: str, stops: Sequence[str], shown: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Anthropic's server-sent events; pings while nothing else comes."""
     job = await run_in_threadpool(find_job, backend, response)
     yield frame({"type": "message_start", "message": _message(job)}) + _PING
     blocks = _Blocks(shown)
-    async with contextlib.aclosing(follow(backend, job, EventView(job))) as batches:
+
+    def say(new: Sequence[dict[str, Any]]) -> bytes:
+        return b"".join(frame(block) for event in new for block in blocks.tell(event))
+
+    batches = follow(backend, job, EventView(job), lane=lane, say=say)
+    async with contextlib.aclosing(batches):
         async for new in batches:
             told = [] if new else [_PING]
             for event in new:

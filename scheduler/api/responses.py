@@ -17,6 +17,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.frames import COMMENT, EventFrames, frame
 from scheduler.api.intake import accept, count_tokens
+from scheduler.api.lane import Lane
 from scheduler.api.lookup import Order, find_job, input_items, page
 from scheduler.api.schema import ResponseRequest
 from scheduler.api.sessions import session_of
@@ -45,7 +46,9 @@ def router(backend: Backend) -> APIRouter:
         headers = {"x-request-id": accepted.id}
         if body.stream:
             stop = None if body.background else (lambda: abandon(backend, accepted.id))
-            return EventStream(_frames(backend, accepted.id), on_gone=stop, headers=headers)
+            lane = Lane()
+            frames = _frames(backend, accepted.id, lane)
+            return EventStream(frames, on_gone=stop, headers=headers, lane=lane)
         if not body.background:
             await wait(backend, accepted.id, request)
         return JSONResponse(await _object(backend, accepted.id), headers=headers)
@@ -79,7 +82,8 @@ def router(backend: Backend) -> APIRouter:
     ) -> Response:
         job = await run_in_threadpool(find_job, backend, response_id)
         if stream:
-            return EventStream(_frames(backend, job.id, starting_after))
+            lane = Lane()
+            return EventStream(_frames(backend, job.id, lane, starting_after), lane=lane)
         return JSONResponse(await _object(backend, response_id))
 
     @routes.post("/{response_id}/cancel")
@@ -140,7 +144,9 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
     return await run_in_threadpool(look)
 
 
-async def _frames(backend: Backend, response: str, after: int = -1) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    backend: Backend, response: str, lane: Lane, after: int = -1
+) -> AsyncGenerator[bytes, None]:
     """Server-sent events; while nothing comes, how far the response is.
 
     Such a sign of life is in no log. It repeats the number of the event before it, so that a
@@ -148,11 +154,17 @@ async def _frames(backend: Backend, response: str, after: int = -1) -> AsyncGene
     """
     job = await run_in_threadpool(find_job, backend, response)
     number = after
-    async with contextlib.aclosing(follow(backend, job, EventFrames(job), after)) as batches:
+
+    def say(new: list[bytes]) -> bytes:
+        nonlocal number
+        number += len(new)
+        return b"".join(new)
+
+    view = EventFrames(job)
+    async with contextlib.aclosing(follow(backend, job, view, after, lane, say)) as batches:
         async for new in batches:
             if new:
-                number += len(new)
-                yield b"".join(new)
+                yield say(new)
             elif number < 0:
                 yield COMMENT
             else:

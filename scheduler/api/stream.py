@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from scheduler import events
+from scheduler.api.lane import Lane, body
 from scheduler.events import Event
 
 log = logging.getLogger("tandem.api")
@@ -44,12 +45,20 @@ class LogLost(Exception):
     """The log cannot be followed to its end: Redis stayed away, or the log has expired."""
 
 
+Write = Callable[[], None]
+Straight = Callable[[list[Event]], Write | None]
+"""Makes what a client is told of events while its follower's task waits; None: it cannot now."""
+
+
 class _Follower:
     """What one client is still to be told. A future of its own wakes it: no timer, no task."""
 
-    __slots__ = ("behind", "heard", "sleeper", "waiting")
+    __slots__ = ("after", "behind", "failure", "heard", "sleeper", "straight", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, after: int, straight: Straight | None) -> None:
+        self.after = after
+        self.straight = straight
+        self.failure: Exception | None = None
         self.waiting: list[Event] = []
         self.sleeper: asyncio.Future[None] | None = None
         self.behind = False  # the log has something that `waiting` has not
@@ -63,9 +72,41 @@ class _Follower:
             self.waiting += new
         self.wake()
 
-    def take(self, after: int) -> list[Event]:
+    def told(self, new: list[Event]) -> Write | None:
+        """What tells the client of `new` without waking its task.
+
+        None unless the task waits, so that all before was sent, and `new` is just what comes next.
+        """
+        if (
+            self.straight is None
+            or self.sleeper is None
+            or self.sleeper.done()
+            or self.waiting
+            or self.behind
+            or not new
+            or new[0].seq != self.after + 1
+            or events.is_terminal(new[-1].data)
+        ):
+            return None
+        try:
+            write = self.straight(new)
+        except Exception as error:
+            self.fail(error)
+            return None
+        if write is not None:
+            self.after = new[-1].seq
+            self.heard = time.monotonic()
+        return write
+
+    def fail(self, error: Exception) -> None:
+        """Have the follower's task raise an error: others must hear what comes."""
+        self.failure = error
+        self.wake()
+
+    def take(self) -> list[Event]:
         """What waits after event `after`, up to a gap; then it is behind."""
         new, self.waiting = self.waiting, []
+        after = self.after
         if new[0].seq == after + 1 and new[-1].seq == after + len(new):
             return new
         found = []
@@ -117,13 +158,16 @@ class EventHub:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def follow(self, response: str, after: int = -1) -> AsyncGenerator[list[Event], None]:
+    async def follow(
+        self, response: str, after: int = -1, straight: Straight | None = None
+    ) -> AsyncGenerator[list[Event], None]:
         """Events with a number above `after`, to the terminal one, all that are there at once.
 
-        An empty list after 10 s of silence. Raises LogLost where the log is gone, or Redis stays
-        away.
+        An empty list after 10 s of silence. What comes while the caller waits for more goes to
+        `straight` instead, where that takes it. Raises LogLost where the log is gone, or Redis
+        stays away, and what `straight` raised.
         """
-        me = _Follower()
+        me = _Follower(after, straight)
         loop = asyncio.get_running_loop()
         self._followers.setdefault(response.encode(), set()).add(me)
         self._wanted.set()
@@ -135,14 +179,14 @@ class EventHub:
             while True:
                 if me.behind:
                     me.behind = False
-                    async for new in self._logged(response, after):
-                        after = new[-1].seq
+                    async for new in self._logged(response, me.after):
+                        me.after = new[-1].seq
                         yield new
                         if events.is_terminal(new[-1].data):
                             return
                 elif me.waiting:
-                    if new := me.take(after):
-                        after = new[-1].seq
+                    if new := me.take():
+                        me.after = new[-1].seq
                         yield new
                         if events.is_terminal(new[-1].data):
                             return
@@ -150,6 +194,8 @@ class EventHub:
                     me.heard = loop.time()
                     me.sleeper = loop.create_future()
                     await me.sleeper
+                    if me.failure is not None:
+                        raise me.failure
                     if not me.waiting and not me.behind:
                         await self._check(response)
                         me.behind = True
@@ -238,6 +284,7 @@ class EventHub:
                         follower.wake()
 
     def _deliver(self, data: bytes) -> None:
+        writes: list[tuple[_Follower, Write]] = []
         # The scripts' packer knows bytes only.
         for name, first, packed in msgpack.unpackb(data, raw=True):
             group = self._followers.get(name)
@@ -249,7 +296,17 @@ class EventHub:
                     new = []
                 for follower in group:
                     follower.behind |= not new
-                    follower.push(new)
+                    if write := follower.told(new):
+                        writes.append((follower, write))
+                    else:
+                        follower.push(new)
+        # One after the other at the end: each write may wake a client on this very processor, and
+        # whoever still has work to do between two writes gives way to one client after another.
+        for follower, write in writes:
+            try:
+                write()
+            except Exception as error:
+                follower.fail(error)
 
 
 DIRECT = "tandem.send"
@@ -259,7 +316,8 @@ DIRECT = "tandem.send"
 class EventStream(Response):
     """An answer that sends chunks as they come and notices when the client has gone.
 
-    `on_gone` is called once when the client leaves before the end.
+    `on_gone` is called once when the client leaves before the end. `lane`: leads to the client
+    while it is served, for who makes `chunks`.
     """
 
     def __init__(
@@ -268,8 +326,10 @@ class EventStream(Response):
         *,
         on_gone: Callable[[], Awaitable[None]] | None = None,
         headers: Mapping[str, str] | None = None,
+        lane: Lane | None = None,
     ) -> None:
         self._chunks = chunks
+        self._lane = lane or Lane()
         self._on_gone = on_gone
         self.status_code = 200
         self.background = None
@@ -294,12 +354,16 @@ class EventStream(Response):
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._lane.close()
 
     async def _send(self, send: Send) -> None:
+        self._lane.open(send)
         async with contextlib.aclosing(self._chunks) as chunks:
             async for chunk in chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._lane.drained()
+                await send(body(chunk))
+        await self._lane.drained()
+        await send(body(b"", more=False))
 
 
 async def gone(receive: Receive) -> None:
