@@ -79,7 +79,7 @@ def load(model: Model, reader: StateReader, ids: Sequence[int]) -> Restored | No
     """
     if reader.objects:  # before anything is read: the chain is checked again with the bytes
         _begins(model, reader.ref.tokens, reader.objects[-1][1].chain, ids)
-    importer = _importer(model, len(ids), state_ahead=False)
+    importer = _importer(model, len(ids))
 
     def take(rows: Iterator[Stored], snapshot: Stored | None) -> Restored:
         if snapshot is None:
@@ -125,10 +125,8 @@ def load_rows(
     return reader.feed(take)
 
 
-def _importer(model: Model, tokens: int, *, state_ahead: bool = True) -> Importer:
-    room = _capacity(tokens)
-    caches = model.fresh_cache()
-    return Importer(model.layout, caches, model.fingerprint, room, state_ahead=state_ahead)
+def _importer(model: Model, tokens: int) -> Importer:
+    return Importer(model.layout, model.fresh_cache(), model.fingerprint, _capacity(tokens))
 
 
 def _capacity(tokens: int) -> int:

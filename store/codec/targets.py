@@ -27,15 +27,15 @@ _SMALL_BYTES = 4096
 class Reserve:
     """Memory taken before the first byte arrives, for every array whose size is known."""
 
-    def __init__(self, layout: Layout, capacity: int, *, state: bool) -> None:
-        """All rows of `capacity` tokens, and with `state` the state arrays of fixed shape."""
+    def __init__(self, layout: Layout, capacity: int) -> None:
+        """All rows of `capacity` tokens, and the state arrays of fixed shape."""
         rows: dict[Key, int] = {}
         held: dict[Key, int] = {}
         for slot in layout.slots if layout.measured else ():
             for row, width in zip(slot.rows, slot.widths, strict=True):
                 if width is not None:
                     rows[slot.path, row.name] = width.nbytes(row.axis) * (capacity // row.ratio)
-            if state and slot.kind.free_axes == ():
+            if slot.kind.free_axes == ():
                 for name, (dtype, shape) in slot.held.items():
                     held[slot.path, name] = Leaf(slot.path, name, dtype, shape).nbytes
         self._blocks = dict(zip(rows, memory.allocate(*rows.values()), strict=True))

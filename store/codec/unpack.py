@@ -69,14 +69,12 @@ class Importer:
         *,
         seed: bytes | None = None,
         max_bytes: int | None = None,
-        state_ahead: bool = True,
     ) -> None:
         """`caches` is a fresh list of this model, `capacity` the tokens to make room for.
 
-        A measured layout's memory is taken here, before anything arrives, without `state_ahead`
-        for rows only. `max_bytes` bounds what rows may take in memory (default: what the layout
-        says that `capacity` tokens need). Raises CodecError where the list is not this layout's, or
-        not fresh.
+        A measured layout's memory is taken here, before anything arrives. `max_bytes` bounds
+        what rows may take in memory (default: what the layout says that `capacity` tokens need).
+        Raises CodecError where the list is not this layout's or not fresh.
         """
         if not 0 <= capacity <= MAX_TOKENS:
             raise CodecError(f"a capacity of {capacity} tokens is out of range")
@@ -92,16 +90,15 @@ class Importer:
         if any(slot.kind.length(cache) for slot, cache in self._matched):
             raise CodecError("state can be restored into a fresh cache list only")
         self._slots = {slot.path: slot for slot, _ in self._matched}
-        known = layout.rows_bytes(0, capacity) if layout.measured else 0
+        self._known = layout.rows_bytes(0, capacity) if layout.measured else 0
         if max_bytes is None:
-            max_bytes = known if layout.complete else MAX_PAYLOAD
-        if known > max_bytes:
+            max_bytes = self._known if layout.complete else MAX_PAYLOAD
+        if self._known > max_bytes:
             raise CodecError(
-                f"rows of {capacity} tokens need {known} bytes where {max_bytes} are granted"
+                f"rows of {capacity} tokens need {self._known} bytes where {max_bytes} are granted"
             )
         self._room = max_bytes
-        self._reserve = Reserve(layout, capacity, state=state_ahead)
-        self._threads = memory.threads_for(known or max_bytes)
+        self._reserve = Reserve(layout, capacity)
         self._targets: dict[Key, Target] = {}
         self._plan: _Plan | None = None
 
@@ -126,17 +123,18 @@ class Importer:
     def draw(self, rows: Iterable[Stored]) -> None:
         """Take the next rows from where they are stored, in order, each drawn when a thread is free
         to bring it. Raises as `add`, and what bringing raises."""
-        memory.Running(map(self._bringing, rows), self._threads).join()
+        memory.Running(map(self._bringing, rows), self._threads(self._known)).join()
 
     def finish(self, snapshot: Piece | Stored) -> Sequence[Any]:
         """Restore rows and snapshot into the cache list, and return it. Raises CodecError and
         leaves the list unfit for use where anything disagrees."""
         self._guard(snapshot.header, "snapshot")
-        return self._restore([], snapshot)
+        return self._restore([], snapshot, memory.threads_for(snapshot.header.nbytes))
 
     def restore(self, rows: Iterable[Stored], snapshot: Stored) -> Sequence[Any]:
         """As `draw` and then `finish`, with all threads busy to the end. Raises as they do."""
-        return self._restore(map(self._bringing, rows), snapshot)
+        threads = self._threads(self._known + snapshot.header.nbytes)
+        return self._restore(map(self._bringing, rows), snapshot, threads)
 
     def finish_rows(self, tokens: int) -> Sequence[Any]:
         """Restore the first `tokens` positions of the rows taken, where the model has nothing but
@@ -195,6 +193,10 @@ class Importer:
             if not small.took(target, piece.payload, offset, first, rows):
                 target.put(payload, offset, first, rows)
         self.position, self.chain = header.stop, header.chain
+
+    def _threads(self, nbytes: int) -> int:
+        # Memory that was not foreseen must be taken by the calling thread, which then does all.
+        return memory.threads_for(nbytes) if self._layout.complete else 1
 
     def _bringing(self, piece: Stored) -> Callable[[], None]:
         """Take the next rows; what is returned brings them."""
@@ -315,11 +317,10 @@ class Importer:
         return _State(arrays, slots)
 
     def _restore(
-        self, tasks: Iterable[Callable[[], object]], snapshot: Piece | Stored
+        self, tasks: Iterable[Callable[[], object]], snapshot: Piece | Stored, threads: int
     ) -> Sequence[Any]:
         header = snapshot.header
         state = self._state_of(snapshot)
-        threads = max(self._threads, memory.threads_for(header.nbytes))
         memory.Running(chain(tasks, state.arrays.bringing()), threads).join()
         self._guard(header, "snapshot")
         self._broken = "it is finished"
