@@ -22,14 +22,27 @@ def data_dir(given: str | None = None) -> Path:
 def models_dir() -> Path:
     """Where fetched and converted models lie, shared by all stacks of a user.
 
-    TANDEM_MODELS, else the platform's place for what can be fetched again.
+    TANDEM_MODELS, else the platform's place. On a Mac not that for caches, which the system may
+    clear when the disk is full, under a server that reads them; models that an earlier version has
+    put there are used where they lie, as long as there is nothing in the new place.
     """
     if chosen := os.environ.get("TANDEM_MODELS"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "tandem" / "models"
+        library = Path.home() / "Library"
+        place = library / "Application Support" / "tandem" / "models"
+        old = library / "Caches" / "tandem" / "models"
+        return old if not _filled(place) and _filled(old) else place
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base).absolute() / "tandem" / "models"
+
+
+def _filled(path: Path) -> bool:
+    """Whether models lie in a directory."""
+    try:
+        return any((entry / "config.json").is_file() for entry in path.iterdir())
+    except OSError:
+        return False
 
 
 def store_dir(data: Path) -> Path:

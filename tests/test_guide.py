@@ -20,6 +20,7 @@ OURS = [command for command in ALL if command.text.startswith("tandem ")]
 #: Programs of macOS that the guide may ask for; nothing of them can be run here.
 MAC = (
     "sw_vers", "rdma_ctl", "pmset", "fdesetup", "networksetup", "sysctl", "ssh", "tandem",
+    "tmutil",
 )  # fmt: skip
 
 

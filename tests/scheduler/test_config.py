@@ -124,7 +124,9 @@ def test_data_directories_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> No
     assert load().models_dir == Path("/x/cache/tandem/models")
     monkeypatch.setattr("sys.platform", "darwin")
     assert load().data_dir == Path.home() / "Library" / "Application Support" / "tandem"
-    assert load().models_dir == Path.home() / "Library" / "Caches" / "tandem" / "models"
+    assert (
+        load().models_dir == Path.home() / "Library" / "Application Support" / "tandem" / "models"
+    )
 
 
 def test_names_derived_from_the_configuration(
