@@ -256,6 +256,11 @@ def _digest(body: ResponseRequest) -> str:
     try:
         text = json.dumps(body.model_dump(mode="json"), sort_keys=True)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeError):
+            raise bad(
+                "a name in the body holds half of a character (one of \\ud800 to \\udfff alone): "
+                "send whole Unicode characters"
+            ) from error
         # Only what is passed through as it is, such as `tools`, can be like this.
         raise bad("the body is nested too deeply: send plainer JSON") from error
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

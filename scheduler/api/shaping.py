@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.api.endless import endless
 from scheduler.api.faults import bad
 from scheduler.api.schema import Format, ResponseRequest
 from scheduler.api.tokenizer import Tokenizer
@@ -201,8 +202,10 @@ def _problem(kind: str, text: str) -> str:
     from llguidance import LLMatcher  # only requests with a grammar need it
 
     try:
-        if kind == "json_schema" and (problem := _too_many(json.loads(text))):
-            return problem
+        if kind == "json_schema":
+            schema = json.loads(text)
+            if problem := _too_many(schema) or endless(schema):
+                return problem
         made = (
             LLMatcher.grammar_from_json_schema(text)
             if kind == "json_schema"
