@@ -32,6 +32,13 @@ RULE = {
     "batch-weight": "batch_weight",
     "max-parked": "max_parked",
 }
+#: What a flag of the rule counts in, and what more or less of it does.
+EFFECT = {
+    "horizon": "seconds, about, that a normal job waits before it goes ahead of all others; longer "
+    "is better for the mean wait, shorter for the longest",
+    "gain": "factor by which a job must be better for a running prefill to be parked for it; 1 "
+    "parks for any that is better, more parks less often",
+}
 _HELP = """\
 Requests in simulated time, on measured or claimed rates, under the scheduling rule in use.
 
@@ -66,7 +73,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     rule = parser.add_argument_group("the rule (as in tandem.toml's [jobs])")
     for flag, name in RULE.items():
-        what = JobsConfig.model_fields[name].description or name
+        what = EFFECT.get(flag) or JobsConfig.model_fields[name].description or name
         _number(rule, f"--{flag}", getattr(defaults, name), what)
     queue = parser.add_argument_group("one prefill queue (without --decode)")
     _number(queue, "--load", 0.78, "share of the time that the node is busy")
@@ -111,7 +118,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _number(group: argparse._ArgumentGroup, flag: str, default: float, what: str) -> None:
     """Add a flag for a number of the default's kind, which the help names."""
     group.add_argument(
-        flag, type=type(default), default=default, metavar="N", help=f"{what} ({default:g})"
+        flag, type=type(default), default=default, metavar="N", help=f"{what} (default {default:g})"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler import cli
 from scheduler.config import JobsConfig
 from scheduler.record import JobError
 from scheduler.simulation import agents, command, simulate, trace
@@ -115,3 +116,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
 def test_more_load_than_the_trace_has_is_refused(path: Path) -> None:
     with pytest.raises(JobError, match="choose a lower one"):
         simulate.simulate(path, load=50, seeds=range(1), settings=JobsConfig())
+
+
+def test_help_of_the_rule_says_unit_default_and_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for flag, words in {
+        "--horizon": ("seconds", "default 380", "longest"),
+        "--gain": ("factor", "default 1.25", "parks less often"),
+    }.items():
+        part = told.split(f"{flag} N", 2)[-1].split(" --")[0]
+        assert all(word in part for word in words), part
