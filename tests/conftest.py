@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 from redis_kit import Server
 
 from engine.device import prepare
@@ -18,6 +19,10 @@ from scheduler.redis_client import connect
 prepare()
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
+
+# A busy machine is no defect: examples have no deadline, and none is too slow to make.
+settings.register_profile("any", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any")
 
 
 def pytest_configure() -> None:

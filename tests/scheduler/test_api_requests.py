@@ -272,7 +272,7 @@ def test_the_same_request_goes_on_where_its_client_left(redis_url: str) -> None:
         stack.workers.may_prefill.clear()
         for _ in range(2):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{stack.url}/v1/responses", json=body, timeout=0.5)
+                httpx.post(f"{stack.url}/v1/responses", json=body, timeout=3)
             eventually(
                 lambda: jobs(stack).client.zcard("tandem:abandoned"), "the API did not notice"
             )

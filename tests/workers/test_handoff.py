@@ -175,13 +175,21 @@ def test_without_a_decode_node_it_gives_up(llama: Model, client: redis.Redis) ->
 
 
 def test_a_node_that_comes_late_is_waited_for(
-    llama: Model, links: Links, redis_url: str, nodes: list[DecodeNode]
+    llama: Model,
+    links: Links,
+    redis_url: str,
+    nodes: list[DecodeNode],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = make_job(prompt(100))
+    refused = threading.Event()
+    wait = links.wait
+    monkeypatch.setattr(links, "wait", lambda *args: (refused.set(), wait(*args))[1])
     tail = prefill(llama, links, job)
     facts: list[Mapping[str, Any]] = []
     ending = threading.Thread(target=lambda: facts.append(tail()))
     ending.start()
+    assert refused.wait(60)
     nodes.append(DecodeNode(redis_url, llama, "a"))
     ending.join()
     assert facts[0]["attempts"] == 2
