@@ -84,7 +84,10 @@ class Balancing:
             record = store.get_conversation(ident)
             if record is None:
                 return Done(move, why="it is gone")
-            (now,) = self._as_kept(node, [record])
+            found = self._as_kept(node, [record])
+            if not found:
+                return Done(move, why="it went to another node meanwhile")
+            now = found[0]
             if now.stays or now.used > move.kept.used:
                 return Done(move, why="it is in use, or was pinned")
             # What was moved before may have taken up more or less than was thought.

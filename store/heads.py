@@ -13,10 +13,11 @@ from typing import NamedTuple
 from store.blocks import Blocks
 from store.codec.header import Header, parse
 from store.errors import StoreError
-from store.objects import Record
+from store.objects import ROWS, SNAPSHOT, Record
 
-KEPT = 4096
-"""Headers kept, of about a kilobyte each; the ones longest kept go first."""
+KEPT = {ROWS: 4096, SNAPSHOT: 256}
+"""Headers kept of each kind, those of rows of about a kilobyte and those of snapshots of fifty; the
+ones longest kept go first."""
 
 
 class Head(NamedTuple):
@@ -33,18 +34,21 @@ class Heads:
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._kept: dict[bytes, Head] = {}
+        self._kept: dict[int, dict[bytes, Head]] = {kind: {} for kind in KEPT}
         self._lock = threading.Lock()
 
     def get(self, ident: bytes, record: Record) -> Head:
         """The header of an object. Raises StoreError or CodecError when it is damaged."""
-        head = self._kept.get(ident)
+        kept = self._kept.get(record.kind)
+        if kept is None:
+            raise StoreError("a block's record is damaged: run a repair")
+        head = kept.get(ident)
         if head is None:
             head = self._read(ident, record)
             with self._lock:
-                while len(self._kept) >= KEPT:
-                    del self._kept[next(iter(self._kept))]
-                self._kept[ident] = head
+                while len(kept) >= KEPT[record.kind]:
+                    del kept[next(iter(kept))]
+                kept[ident] = head
         return head
 
     def _read(self, ident: bytes, record: Record) -> Head:

@@ -72,8 +72,11 @@ def run(config: Config, model_dir: Path) -> int:
         size = int(config.store.size_gb * 1e9)
         store = Store.open(config.data_dir / "store", size, limits=limits)
         stack.callback(store.close)
-        if left := store.sweep():
-            log.info("%d states of prompts that were not kept are gone", left)
+        try:
+            if left := store.sweep():
+                log.info("%d states of prompts that were not kept are gone", left)
+        except StoreError as error:  # only tidying: serving goes on, and `store check` names them
+            log.warning("states of prompts that were not kept cannot be dropped: %s", error)
         store.quotas.limit_of = shares(Owners(config.data_dir), limits.owner_bytes)
         if config.store.warm_gb:
             stack.callback(Warming(store, int(config.store.warm_gb * 1e9)).close)

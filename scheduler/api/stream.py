@@ -289,9 +289,13 @@ class EventHub:
         for name, first, packed in msgpack.unpackb(data, raw=True):
             group = self._followers.get(name)
             if group:
-                self._unpacker.feed(b"".join(packed))
-                new = [Event(first + i, event) for i, event in enumerate(self._unpacker)]
+                try:
+                    self._unpacker.feed(b"".join(packed))
+                    new = [Event(first + i, event) for i, event in enumerate(self._unpacker)]
+                except (ValueError, msgpack.UnpackException):
+                    new = []
                 if len(new) != len(packed):
+                    # What cannot be read is in the log as well; nothing is left for the next one.
                     self._unpacker = _unpacker()
                     new = []
                 for follower in group:

@@ -16,7 +16,7 @@ from store.codec.layout import Layout
 from store.codec.pack import Exporter
 from store.codec.stored import Stored
 from store.codec.unpack import Importer
-from store.objects import Record
+from store.objects import ROWS, Record
 from store.store import Store
 from store.turns import Turn
 
@@ -182,11 +182,11 @@ def test_headers_are_read_once(
     assert restored(store, layout) is not None
     assert len(seen) == len(line) + 1
 
-    monkeypatch.setattr(heads, "KEPT", 4)
+    monkeypatch.setitem(heads.KEPT, ROWS, 4)
     few = heads.Heads(store.blocks)
     for ident, record in line:
         few.get(ident, record)
-    assert len(few._kept) == 4
+    assert len(few._kept[ROWS]) == 4
 
 
 def test_an_object_written_anew_is_found_where_it_lies_now(

@@ -165,6 +165,27 @@ def test_idle_conversations_go_where_there_is_room(
     assert uneven.other.said(job) == uneven.other.oracle(job)
 
 
+def test_one_that_left_meanwhile_holds_up_no_other(
+    uneven: Pair, balance: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = StoreClient.get_conversation
+
+    def left(self: StoreClient, ident: str) -> Any:
+        if ident == TALKS[0]:
+            Homes(uneven.client).begin(ident, "elsewhere")
+        return get(self, ident)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreClient, "get_conversation", left)
+        status, told, _ = balance("--json", "--gb", "0.004")
+    assert status == 1
+    (stayed,) = told["stayed"]
+    assert (stayed["conversation"], stayed["why"]) == (
+        TALKS[0], "it went to another node meanwhile",
+    )  # fmt: skip
+    assert [one["conversation"] for one in told["moved"]] == [TALKS[1]]
+
+
 @pytest.mark.rotate(2)
 def test_what_does_not_move_is_told_with_the_reason(
     uneven: Pair, balance: Run, monkeypatch: pytest.MonkeyPatch
