@@ -167,7 +167,8 @@ class LoopWorker(BaseWorker):
                 threading.Thread(target=self._on_drain, name="on_drain", daemon=True).start()
         elif moment - self._drain_from > _SAME_SIGNAL:
             self._abandoned.set()
-        self._beat_now.set()
+        # Not here: the thread that this interrupts may be setting the same event and hold its lock.
+        threading.Thread(target=self._beat_now.set, name="signal", daemon=True).start()
 
     # --- executions --------------------------------------------------------------------------
 
