@@ -199,6 +199,8 @@ class StateArrays:
         if isinstance(piece, Stored):
             spread = piece.spread(target for _, target in targets)
             return (partial(part.bring, into) for part, into in spread)
+        if piece.payload.nbytes != piece.header.nbytes:
+            piece.verify()  # others may copy before it is checked whole
         payload = np.frombuffer(piece.payload, np.uint8)
         copies = (
             partial(np.copyto, np.asarray(target), payload[offset : offset + target.nbytes])

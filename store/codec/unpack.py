@@ -320,10 +320,12 @@ class Importer:
         self, tasks: Iterable[Callable[[], object]], snapshot: Piece | Stored, threads: int
     ) -> Sequence[Any]:
         header = snapshot.header
-        state = self._state_of(snapshot)
-        memory.Running(chain(tasks, state.arrays.bringing()), threads).join()
-        self._guard(header, "snapshot")
-        self._broken = "it is finished"
+        try:
+            state = self._state_of(snapshot)
+            memory.Running(chain(tasks, state.arrays.bringing()), threads).join()
+            self._guard(header, "snapshot")
+        finally:
+            self._broken = self._broken or "it is finished"
         state.arrays.close()
         restores = []
         for slot, cache, table, values in state.slots:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_vlm.models import cache as classes
 
+from store.codec import memory
 from store.codec.header import PREFIX, CodecError, Header, Leaf, Piece, parse
 from store.codec.layout import Layout
 from store.codec.pack import Exporter, export_rows, export_snapshot
@@ -282,6 +283,21 @@ def test_an_import_is_finished_once() -> None:
     taking.finish(PIECES[-1])
     with pytest.raises(CodecError):
         taking.finish(PIECES[-1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_snapshot_cut_short_is_refused_for_good(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_THREADS", threads)
+    monkeypatch.setattr(memory, "_PARALLEL_BYTES", 0)
+    taking = importer()
+    taking.add_all(PIECES[:-1])
+    whole = PIECES[-1]
+    with pytest.raises(CodecError, match="payload of"):
+        taking.finish(Piece(whole.header, whole.payload[: whole.payload.nbytes // 2]))
+    with pytest.raises(CodecError, match="nothing more"):
+        taking.finish(whole)
 
 
 def test_until_it_is_finished_the_cache_list_is_untouched() -> None:
