@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 import msgpack
 import pytest
+from hub_kit import hub
 from starlette.types import Message
 
 from scheduler.api.lane import Lane
-from scheduler.api.stream import EventHub, Write
+from scheduler.api.stream import Write
 from scheduler.events import Event, key
-from scheduler.redis_client import connect, connect_async
+from scheduler.redis_client import connect
 from scheduler.serializer import pack
 
 NAME = "resp_" + "b" * 32
@@ -97,18 +96,6 @@ def test_a_client_that_leaves_leaves_nothing_behind() -> None:
         assert client.got == []
 
     asyncio.run(run())
-
-
-@contextlib.asynccontextmanager
-async def hub(url: str) -> AsyncIterator[EventHub]:
-    client = connect_async(url)
-    made = EventHub(client)
-    made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-        await client.aclose()
 
 
 def test_one_that_fails_takes_no_event_from_the_others(redis_url: str) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
 import pytest
 import redis
+from hub_kit import hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_kit import Server
@@ -24,7 +24,7 @@ from scheduler.api.view import EventView
 from scheduler.events import key
 from scheduler.jobs import Jobs
 from scheduler.record import Job, NewJob
-from scheduler.redis_client import connect, connect_async
+from scheduler.redis_client import connect
 from scheduler.serializer import pack
 
 NAME = "resp_" + "a" * 32
@@ -60,18 +60,6 @@ class Writer:
 
     def end(self) -> None:
         self.write("response.completed")
-
-
-@contextlib.asynccontextmanager
-async def hub(url: str, patience: float = 0) -> AsyncIterator[EventHub]:
-    client = connect_async(url, patience=patience)
-    made = EventHub(client)
-    made.start()
-    try:
-        yield made
-    finally:
-        await made.stop()
-        await client.aclose()
 
 
 async def collect(made: EventHub, name: str = NAME, after: int = -1) -> list[int]:
