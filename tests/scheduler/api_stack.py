@@ -35,6 +35,24 @@ Script = list[tuple[str, list[Piece]]]
 """What a model writes, bit by bit, and what each bit means."""
 
 
+class Gate(threading.Event):
+    """Lets a stage take jobs; once closed, nothing more is taken, not even by a hand in the act."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taking = threading.Lock()
+
+    def clear(self) -> None:
+        """Close, after the job that is just being taken, if any."""
+        with self._taking:
+            super().clear()
+
+    def through(self, take: Callable[[], Job | None]) -> Job | None:
+        """What is taken while the gate is open."""
+        with self._taking:
+            return take() if self.is_set() else None
+
+
 class Workers(threading.Thread):
     """Takes jobs through both stages as the real workers do, and commits their turns."""
 
@@ -46,8 +64,8 @@ class Workers(threading.Thread):
         self.runs = Runs(connect(config.redis_url, patience=0), config.jobs)
         self.say: Say = lambda job: f"You sent {job.prompt_tokens} tokens. 東京 👩‍👩‍👧 é!"
         self.script: Callable[[Job], Script] | None = None
-        self.may_prefill = threading.Event()
-        self.may_decode = threading.Event()
+        self.may_prefill = Gate()
+        self.may_decode = Gate()
         self.may_finish = threading.Event()
         self.halfway = threading.Event()
         self.fail_with: str | None = None
@@ -68,13 +86,14 @@ class Workers(threading.Thread):
 
     def run(self) -> None:
         while not self.ended.is_set():
-            worked = self._prefill() if self.may_prefill.is_set() else False
-            worked = (self._decode() if self.may_decode.is_set() else False) or worked
-            if not worked:
+            worked = self._prefill()
+            if not (self._decode() or worked):
                 self.ended.wait(0.005)
 
     def _prefill(self) -> bool:
-        job = self.runs.take("prefill", "prefill-test", "prefill:local")
+        job = self.may_prefill.through(
+            lambda: self.runs.take("prefill", "prefill-test", "prefill:local")
+        )
         if job is None:
             return False
         facts = {"bytes": 1000, "seconds": 0.01, "path": "tcp"}
@@ -82,7 +101,9 @@ class Workers(threading.Thread):
         return True
 
     def _decode(self) -> bool:
-        job = self.runs.take(self.config.decode_queue, "decode-test", "decode:local")
+        job = self.may_decode.through(
+            lambda: self.runs.take(self.config.decode_queue, "decode-test", "decode:local")
+        )
         if job is None:
             return False
         self.prompts[job.id] = job.prompt_ids
