@@ -16,6 +16,7 @@ from scheduler.command.client import Client, ClientError
 from scheduler.command.flags import client_flags, client_of
 from scheduler.command.printing import print_json
 from scheduler.ledger.drawing import GAP, cells, colour, lanes_of, length, svg
+from scheduler.ledger.legend import LEGEND, legend_of
 
 _TEXT = """\
 Say why a response took as long as it did: its stages on one time axis, the way that was taken at
@@ -25,8 +26,12 @@ unexplained. Works for running responses, for ended ones, and months later from 
   tandem explain resp_3f2a...
   tandem explain resp_3f2a... --json
   tandem explain resp_3f2a... --svg timeline.svg
+  tandem explain resp_3f2a... --legend    with what its names mean
+  tandem explain --legend                 what all names mean
 """
 _KEPT = 8
+#: Details of a ledger that are shown where it has them.
+_DETAILS = ("prompt_head", "route")
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,13 +43,20 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     client_flags(parser)
-    parser.add_argument("id", metavar="ID", help="resp_...")
+    parser.add_argument("id", metavar="ID", nargs="?", help="resp_...")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the timeline as a picture")
+    parser.add_argument(
+        "--legend", action="store_true", help="say what the names mean: those shown, or all"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain one response."""
+    """Explain one response, or the names in which responses are explained."""
+    if args.id is None:
+        return _tell_all(args)
+    if args.legend and args.svg is not None:
+        raise ClientError("a picture has no legend: leave out --svg or --legend", 2)
     with client_of(args) as client:
         ledger = fetch(client, args.id)
     if args.svg is not None:
@@ -54,12 +66,28 @@ def run(args: argparse.Namespace) -> int:
             raise ClientError(f"{args.svg} cannot be written: {error.strerror}", 2) from error
         print(args.svg)
         return 0
+    names = legend_of(ledger) if args.legend else {}
     if args.json:
-        return print_json(ledger)
-    terminal = sys.stdout.isatty()
-    console = Console(highlight=False, width=None if terminal else 120)
+        return print_json({**ledger, **({"legend": names} if args.legend else {})})
+    console = _console()
     show(console, ledger)
+    show_legend(console, names)
     return 0
+
+
+def _tell_all(args: argparse.Namespace) -> int:
+    """Without a response: the whole legend, for which nobody has to be asked."""
+    if not args.legend or args.svg is not None:
+        raise ClientError("name a response, resp_..., or ask for --legend alone", 2)
+    if args.json:
+        return print_json(LEGEND)
+    show_legend(_console(), LEGEND)
+    return 0
+
+
+def _console() -> Console:
+    terminal = sys.stdout.isatty()
+    return Console(highlight=False, width=None if terminal else 120)
 
 
 def fetch(client: Client, response: str) -> dict[str, Any]:
@@ -88,6 +116,20 @@ def show(console: Console, ledger: Mapping[str, Any]) -> None:
     console.print()
     console.print(_stages(ledger))
     _facts(console, ledger)
+
+
+def show_legend(console: Console, groups: Mapping[str, Mapping[str, str]]) -> None:
+    """Print what names mean, group by group."""
+    width = max((len(name) for names in groups.values() for name in names), default=0)
+    for group, names in groups.items():
+        console.print()
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        table.add_column(group, no_wrap=True, min_width=width)
+        table.add_column("what it means", overflow="fold")
+        for name, text in names.items():
+            mark = Text("█ ", style=colour(name)) if group == "stages" else Text()
+            table.add_row(mark + Text(name), Text(text))
+        console.print(table)
 
 
 def _timeline(console: Console, ledger: Mapping[str, Any]) -> None:
@@ -155,7 +197,7 @@ def _facts(console: Console, ledger: Mapping[str, Any]) -> None:
     table.add_row(
         "done again", ", ".join(f"{count} {name}" for name, count in again.items()) or "nothing"
     )
-    for name in ("prompt_head", "route"):
+    for name in _DETAILS:
         if found := ledger["details"].get(name):
             table.add_row(name.replace("_", " "), Text(_plain(found)))
     for gap in ledger["remainder"]["gaps"][:3]:

@@ -210,6 +210,13 @@ def test_the_store_explains_what_redis_has_forgotten(
     assert picture.text.startswith("<svg ")
     assert cli.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == after
+    assert cli.main([*command, "--json", "--legend"]) == 0
+    legend = json.loads(capsys.readouterr().out)["legend"]
+    assert legend["stages"].keys() == {row["stage"] for row in after["stages"]}
+    assert legend["forks"].keys() == {each["fork"] for each in after["forks"]}
+    assert cli.main([*command, "--legend"]) == 0
+    told = capsys.readouterr().out
+    assert all(name in told for names in legend.values() for name in names)
     file = tmp_path / "timeline.svg"
     assert cli.main([*command, "--svg", str(file)]) == 0
     assert file.read_text() == picture.text
