@@ -225,17 +225,29 @@ class Sender(Outgoing):
             if not self.answered(message) and isinstance(message, Nack):
                 self._refused(message.number, Refused(message.reason, message.code))
         elif self._incoming is not None and isinstance(message, Offer):
-            self._incoming.offered(message)
-            with self.changed:
-                for number, (transfer, _) in list(self._asked.items()):
-                    if transfer == message.transfer:
-                        del self._asked[number]
+            self._comes(message, self._incoming)
         elif self._incoming is not None and isinstance(message, Abort):
             self._incoming.aborted(message)
         elif isinstance(message, Want) and isinstance(self._ways[0], Exchange):
             self._ways[0].wanted(message.count, self)
         else:
             raise LinkError(f"unexpected {type(message).__name__} from a receiver", "protocol")
+
+    def _comes(self, offer: Offer, incoming: Incoming) -> None:
+        """Take in hand what was asked for: from now on the sink hears what becomes of it.
+
+        Struck off first, since the state may be here before `offered` has returned, and both in
+        one, so that the link counts as busy all the time.
+        """
+        with self.changed:
+            asked = {n: each for n, each in self._asked.items() if each[0] == offer.transfer}
+            for number in asked:
+                del self._asked[number]
+            try:
+                incoming.offered(offer)
+            except LinkError:
+                self._asked.update(asked)  # to be refused when the link ends, now
+                raise
 
     def _refused(self, number: int, error: LinkError) -> None:
         with self.changed:

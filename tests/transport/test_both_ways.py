@@ -36,6 +36,7 @@ from transport import rdma
 from transport.desk import Desk
 from transport.epochs import Epochs
 from transport.errors import LinkError
+from transport.incoming import Incoming
 from transport.protocol import Ack, Ask, Nack, Offer, Ready, Turn, Want
 from transport.sender import Sender
 from transport.sink import Loan
@@ -224,6 +225,26 @@ def test_what_is_not_there_is_refused_and_the_link_goes_on(client: redis.Redis) 
         borrower.sink.wait_for("admit", "l-3")
         deliver(sender, "t-1", STATE)
     assert shelf.lent == 0
+
+
+def test_who_got_a_state_is_not_refused_it_when_the_link_ends(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is here, and the link ends, before its offer has been dealt with."""
+    shelf, borrower = Shelf({"small": make_state([0])}), Borrower()
+    offered, cut = Incoming.offered, threading.Event()
+
+    def slowly(incoming: Incoming, offer: Offer) -> None:
+        offered(incoming, offer)
+        borrower.sink.wait_for("done", "l-1")
+        sender.fail(LinkError("cut"))
+        cut.set()
+
+    monkeypatch.setattr(Incoming, "offered", slowly)
+    with both_ends("tcp", client, shelf, borrower) as (_, sender):
+        borrower.ask(sender, "small", "l-1")
+        assert cut.wait(20)
+    assert not borrower.refused
 
 
 @pytest.mark.parametrize("at", [0, 10, len(BACK) - 1])
