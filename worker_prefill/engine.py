@@ -118,6 +118,7 @@ class Engine:
         late = self._late if stay is not None and not begun.run.rope_delta else None
         passage = self._offer(job, begun, late, notes)
         if passage.handoff.hopeless:
+            self._parked.leave(passage.apart, job.prompt_ids, job.owner)
             return passage.handoff.give_up  # a state that nobody takes is not computed
         try:
             self._compute(passage, begun.marks.preamble, job, check, notes)
@@ -132,6 +133,7 @@ class Engine:
             passage.handoff.abandon(f"prefill stopped: {type(error).__name__}")
             if isinstance(error, Preempted | Cancelled) and passage.stands:
                 self._park(begun, job, preempted=isinstance(error, Preempted))
+            self._parked.leave(passage.apart, job.prompt_ids, job.owner)
             raise
         return lambda: {
             **self._finish(passage.handoff, snapshot, notes),
@@ -156,6 +158,7 @@ class Engine:
     def _offer(self, job: Job, begun: Begun, late: Late | None, notes: Notes) -> Passage:
         """Offer the state, with room for an answer where one may be begun here."""
         layout, stop = self._model.layout, job.prompt_tokens - 1
+        begun.passed = self._parked.claim(begun.run, job.owner, begun.marks.before)
         with notes.stage("offer"):
             handoff = self._links.begin(
                 job,

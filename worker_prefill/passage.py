@@ -34,6 +34,8 @@ class Begun:
     known: int = 0
     borrowed: Mapping[str, Any] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
+    passed: list[Piece] = field(default_factory=list)
+    """Snapshots at marks before `run` as it is taken up, which another hand-off did not bring."""
 
     def first(self, layout: Layout) -> int:
         """The first token whose rows travel."""
@@ -50,7 +52,10 @@ class Begun:
 
     def apart_bytes(self, layout: Layout) -> int:
         """Bytes of the snapshots at the marks."""
-        return sum(layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in self.apart)
+        passed = sum(piece.payload.nbytes for piece in self.passed)
+        return passed + sum(
+            layout.state_bytes(mark) - layout.rows_bytes(0, mark) for mark in self.apart
+        )
 
 
 class Passage:
@@ -74,8 +79,10 @@ class Passage:
         self.live: Live | None = None
         self.stands = True
         """Whether the state is still that of the prompt, so that it can be kept for another."""
+        self.apart: list[Piece] = list(begun.passed)
+        """Snapshots at marks of the prompt, as far as it has come."""
         self._begun = begun
-        self._apart = begun.apart
+        self._places = begun.apart
         self._notes = notes
         self._layout = layout
         self._answers = answers
@@ -95,6 +102,8 @@ class Passage:
         if self.run.position:
             with self._notes.stage("pack"):
                 self._send(self.run.caches, self.run.position, ends_of(self.schedule))
+                # Whole blocks lie before them, which have just been sent.
+                self.handoff.send(self._begun.passed)
 
     def forward(self, working: Callable[[], AbstractContextManager[Any]], began: float) -> int:
         """Compute the next chunk and send what is whole of it; the position then.
@@ -115,10 +124,11 @@ class Passage:
         moments.append(time.monotonic())
         parts = [after - before for before, after in pairwise(moments)]
         self._notes.chunk(moments[0], parts, end - start)
-        if end in self._apart:
+        if end in self._places:
             # Its rows are whole blocks, so that only the snapshot comes on top.
             with self._notes.stage("pack"):
-                self.handoff.send([self._exporter.snapshot(self.run.caches, self._extra)])
+                self.apart.append(self._exporter.snapshot(self.run.caches, self._extra))
+                self.handoff.send(self.apart[-1:])
         return end
 
     def grown(self, caches: Caches, said: Sequence[int]) -> None:

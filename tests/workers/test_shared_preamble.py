@@ -16,7 +16,9 @@ from redis_kit import eventually
 from tiny_models import prompt
 
 from engine.model import Model
+from scheduler.execution import Execution
 from scheduler.record import Job
+from scheduler.runs import Cancelled, Preempted
 from store.objects import ROWS
 from worker_decode.marks import cut_of
 
@@ -124,6 +126,58 @@ def test_ten_that_come_together_compute_and_store_it_once(pair: Pair) -> None:
     assert computed(node, late, check=77 in compared) == ("restored", length - cut)
     node.settle()
     assert blocks_within(node, cut) == cut // block
+
+
+def stopped(pair: Pair, job: Job, past: int, why: type[Exception]) -> None:
+    """Prefill a job until a chunk has ended at or beyond a position, where it is stopped."""
+
+    def check(position: int) -> bool:
+        if position >= past:
+            raise why
+        return False
+
+    with pytest.raises(why):
+        pair.engine.prefill(Execution(job), job, check)
+
+
+def handed(pair: Pair, job: Job) -> dict[str, Any]:
+    """Prefill a job and bring its turn to its end; what its hand-off says."""
+    facts = dict(pair.prefill(job)())
+    assert facts["path"] == "tcp"
+    again = make_job(job.prompt_ids, ident=job.id, handoff=facts, request=dict(job.request))
+    pair.node.answer(again)
+    return facts
+
+
+@pytest.mark.parametrize("why", [Preempted, Cancelled])
+def test_a_prompt_that_stops_after_its_preamble_does_not_take_it_along(
+    pair: Pair, why: type[Exception]
+) -> None:
+    """Whoever goes on from what is parked brings the preamble's state, and nobody a second time."""
+    node = pair.node
+    first, second, third = (begun(number) for number in range(3))
+    length, cut = first.prompt_tokens, cut_of(first, node.model.layout)
+    found(node, first.prompt_ids)  # says which model is served
+    stopped(pair, first, cut + 1 if why is Cancelled else cut, why)
+    if why is Preempted:
+        told = [handed(pair, job) for job in (first, second, third)]
+        turns = 3
+    else:  # its client has gone; another one asks what begins alike
+        told = [handed(pair, job) for job in (second, third)]
+        turns = 2
+    assert [facts["computed_tokens"] for facts in told] == [length - 1 - cut] * turns
+    node.settle()
+    assert node.store.stats()["states"] == turns + 1
+    assert blocks_within(node, cut) == cut // node.model.layout.block_tokens
+    late = begun(9)
+    assert found(node, late.prompt_ids) >= cut
+    assert computed(node, late) == ("restored", length - cut)
+    more = told[0]["bytes"] - told[1]["bytes"]
+    layout = node.model.layout
+    assert more >= layout.state_bytes(cut) - layout.rows_bytes(0, cut)
+    if turns == 3:
+        assert told[1]["bytes"] == told[2]["bytes"]
+    assert node.store.check().clean
 
 
 def test_without_a_prefill_node_it_is_kept_as_it_is_computed(pair: Pair) -> None:
