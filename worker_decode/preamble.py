@@ -73,7 +73,11 @@ class Sharing:
         inside = len(ids) != cut_of(job, self._model.layout)
         conversation = ""
         if inside:
-            conversation = conversation_of(job, self._store)
+            try:
+                conversation = conversation_of(job, self._store)
+            except StoreError as error:  # its row has begun: it ends by itself
+                log.warning("nothing inside the prompt of %s is kept: %s", job.id, error)
+                return
             name = state_name(owner_tag(job.owner), snapshot.header.chain, inside=True)
             self._put_for.setdefault(job.id, (conversation, []))[1].append(name)
         self._saver.put_prefix(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 from api_node import ApiNode
-from decode_kit import Node, asking, make_job, tiny
+from decode_kit import Node, asking, deliver, make_job, state_of, tiny
 from pair_kit import Pair
 from redis_kit import eventually
 from tiny_models import prompt
@@ -20,6 +20,8 @@ from engine.model import Model
 from engine.names import SEEN
 from scheduler.execution import Finished
 from scheduler.record import Job, JobError
+from store import pages
+from store.errors import StoreError
 from store.states import INSIDE
 from worker_decode.marks import LEAST_TOKENS, MOST_SNAPSHOT, Marks, marks_of, pays
 
@@ -124,6 +126,38 @@ def test_a_long_message_of_a_later_turn_is_sent_again(node: Node) -> None:
     path, computed = answered(node, again)
     assert (path, computed) == ("restored", 1) if hybrid else computed <= 401
     assert node.said(again) == node.said(two)
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_lost_record_of_the_turn_before_ends_no_row(
+    words: Any, tmp_path: Path, arrives: bool
+) -> None:
+    """Whose prompt a state is inside cannot be told then: it is not kept, and all else goes on."""
+    model = tiny("qwen3_next")
+    node = serving(Node(model, words, tmp_path))
+    try:
+        one = make_job(prompt(60, seed=2), request=asking(4))
+        assert answered(node, one) == ("cold", 60)
+        ids = [*node.store.turn_ids(one.id), *LONG]
+        two = make_job(ids, previous=one.id, request=asking(4))
+        assert marks_of(two, model.layout, 4).end == len(ids) - 1
+        if arrives:
+            deliver(node.inbox, model, two.id, state_of(model, ids))
+        store = node.store
+        store.environment.write(
+            lambda txn: pages.delete(store.environment, txn, b"t" + one.id.encode())
+        )
+        slots = node.engine.free()
+        finished = node.run(node.execution(two))
+        assert finished.error is None
+        assert len(node.said(two)) == 4
+        assert node.engine.free() == slots
+        assert kept(node) == []
+        assert finished.commit is not None
+        with pytest.raises(StoreError, match="lost its record"):
+            finished.commit()
+    finally:
+        node.close()
 
 
 @pytest.mark.rotate(3)
