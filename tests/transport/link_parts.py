@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from transport.sink import Grant, Refusal
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 FINGERPRINT = bytes(range(16))
+LONG = 30.0
+"""Deadline (seconds) between ends that are sound: a machine that stalls is no fault of theirs."""
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -130,7 +133,7 @@ class MemorySink:
 
 
 @contextlib.contextmanager
-def receiving(sink: object, deadline: float = 5.0, **more: object) -> Iterator[Receiver]:
+def receiving(sink: object, deadline: float = LONG, **more: object) -> Iterator[Receiver]:
     """A receiver on loopback that is closed, and must be clean, afterwards."""
     receiver = Receiver("127.0.0.1", 0, SECRET, sink, deadline, **more)  # type: ignore[arg-type]
     try:
@@ -147,8 +150,16 @@ def open_files() -> int:
 
 
 def link_threads() -> list[str]:
-    """Names of the link's threads that are alive."""
-    return [each.name for each in threading.enumerate() if each.name.startswith("link-")]
+    """Names of the link's threads that stay alive: one that has done its work may still be going.
+
+    (A safety net of 20 s.)
+    """
+    limit = time.monotonic() + 20
+    while True:
+        names = [each.name for each in threading.enumerate() if each.name.startswith("link-")]
+        if not names or time.monotonic() > limit:
+            return names
+        time.sleep(0.005)
 
 
 class Peer:

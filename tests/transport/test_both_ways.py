@@ -19,6 +19,7 @@ import redis
 from fault_cells import children
 from link_parts import (
     FINGERPRINT,
+    LONG,
     SECRET,
     MemorySink,
     contents,
@@ -44,6 +45,7 @@ from transport.sink import Loan
 __all__ = ["client", "redis_socket"]
 
 DEADLINE = 5.0
+"""For who is found out by it; between sound ends it is LONG."""
 HERE = Path(__file__).parent
 STATE = make_state([1_000_000] * 20 + [20_000_000], seed=11)
 BACK = make_state([700_000] * 30 + [18_000_000], seed=12)
@@ -94,7 +96,7 @@ class Borrower:
 
     def __init__(self) -> None:
         self.sink = StruckSink()
-        self.desk = Desk(self.sink, DEADLINE)
+        self.desk = Desk(self.sink, LONG)
         self.refused: dict[str, LinkError] = {}
         self.changed = threading.Condition()
 
@@ -125,13 +127,13 @@ def _nothing_is_left() -> Iterator[None]:
 
 @contextmanager
 def both_ends(
-    way: str, client: redis.Redis, shelf: Shelf, borrower: Borrower
+    way: str, client: redis.Redis, shelf: Shelf, borrower: Borrower, deadline: float = LONG
 ) -> Iterator[tuple[MemorySink, Sender]]:
     """A receiver that lends and a sender that asks, over tcp or over a ring of children."""
     sink = MemorySink()
     if way == "tcp":
-        with receiving(sink, DEADLINE, lender=shelf) as receiver:
-            sender = Sender.connect(receiver.address, SECRET, DEADLINE, desk=borrower.desk)
+        with receiving(sink, deadline, lender=shelf) as receiver:
+            sender = Sender.connect(receiver.address, SECRET, deadline, desk=borrower.desk)
             try:
                 yield sink, sender
             finally:
@@ -144,9 +146,9 @@ def both_ends(
     one.start()
     other.start()
     try:
-        with receiving(sink, DEADLINE, lender=shelf, epochs=other, command=ring) as receiver:
+        with receiving(sink, deadline, lender=shelf, epochs=other, command=ring) as receiver:
             sender = rdma.connect(
-                receiver.address, SECRET, one, DEADLINE,
+                receiver.address, SECRET, one, deadline,
                 fabric="ring", command=ring, desk=borrower.desk,
             )  # fmt: skip
             try:
@@ -187,11 +189,10 @@ def test_several_nodes_lend_to_several_and_one_that_dies_hurts_no_other() -> Non
     gate = threading.Event()
     with contextlib.ExitStack() as stack:
         receivers = [
-            stack.enter_context(receiving(MemorySink(), DEADLINE, lender=shelf))
-            for shelf in shelves
+            stack.enter_context(receiving(MemorySink(), lender=shelf)) for shelf in shelves
         ]
         links = {
-            (i, j): Sender.connect(receiver.address, SECRET, DEADLINE, desk=borrower.desk)
+            (i, j): Sender.connect(receiver.address, SECRET, LONG, desk=borrower.desk)
             for i, borrower in enumerate(borrowers)
             for j, receiver in enumerate(receivers)
         }
@@ -272,7 +273,7 @@ def test_a_child_that_fails_in_a_loan_fails_it_on_both_ends(
     client.connection_pool.disconnect()
     # More than the slots of both ends hold, so that the blow comes before the last batch.
     shelf, borrower = Shelf({"turn-1": make_state([4_000_000] * 30, 13)}), Borrower()
-    with both_ends(way, client, shelf, borrower) as (sink, sender):
+    with both_ends(way, client, shelf, borrower, DEADLINE) as (sink, sender):
         pids = children()
         borrower.sink.struck = lambda: os.kill(pids[rank], blow)
         borrower.ask(sender, "turn-1", "l-1")
@@ -323,7 +324,7 @@ def test_too_many_asks_are_refused() -> None:
     gate = threading.Event()
     shelf = Shelf({"turn-1": make_state([10])})
     shelf.between = lambda index: (gate.wait(20), None)[1]
-    with receiving(MemorySink(), DEADLINE, lender=shelf) as receiver:
+    with receiving(MemorySink(), lender=shelf) as receiver:
         rogue = RogueSender(receiver.address)
         for number in range(6):
             rogue.control.send(Ask(number, f"l-{number}", "turn-1", "r", FINGERPRINT, 16))
@@ -338,7 +339,7 @@ def test_too_many_asks_are_refused() -> None:
 
 
 def test_a_receiver_without_a_lender_says_so() -> None:
-    with receiving(MemorySink(), DEADLINE) as receiver:
+    with receiving(MemorySink()) as receiver:
         rogue = RogueSender(receiver.address)
         rogue.control.send(Ask(0, "l-0", "turn-1", "r", FINGERPRINT, 16))
         answer = rogue.answer()
@@ -351,7 +352,7 @@ def test_a_receiver_without_a_lender_says_so() -> None:
     "message", [Turn(1), Ready(0, 1, 4096), Ack(0, 1), Want(1)], ids=lambda m: m.TYPE
 )
 def test_answers_to_nothing_end_the_link(message: Turn | Ready | Ack | Want) -> None:
-    with receiving(MemorySink(), DEADLINE) as receiver:
+    with receiving(MemorySink()) as receiver:
         rogue = RogueSender(receiver.address)
         rogue.control.send(message)
         assert rogue.ended()
@@ -364,7 +365,7 @@ def test_what_nobody_asked_for_is_not_taken(message: str) -> None:
     hello = threading.Thread(target=lambda: made.append(rogue.open()))
     made: list[tuple[object, object]] = []
     hello.start()
-    sender = Sender.connect(rogue.address, SECRET, DEADLINE, streams=1)
+    sender = Sender.connect(rogue.address, SECRET, LONG, streams=1)
     hello.join(20)
     control, _ = made[0]
     offer = Offer("t", 1, "t", FINGERPRINT, 0, 1, 1, 16)

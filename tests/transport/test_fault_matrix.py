@@ -52,6 +52,9 @@ from transport.sender import Sender
 __all__ = ["client", "redis_socket"]
 
 DEADLINE = 3.0
+"""Of the link that meets the fault."""
+SOUND = 15.0
+"""Of the others: a machine that stalls is no fault of theirs."""
 PART = 16 << 10
 SLOT = 64 << 10
 """Small batches, so that a small state has many: where the fault strikes is then a choice."""
@@ -85,7 +88,7 @@ class Node:
             epochs = ends[1]
         more = {"epochs": epochs, "command": command} if epochs else {}
         self.receiver: Receiver = stack.enter_context(
-            receiving(self.sink, DEADLINE, part=PART, **more)
+            receiving(self.sink, SOUND, part=PART, **more)
         )
         self.links: list[Link] = []
         stack.callback(lambda: [link.close() for link in self.links])
@@ -97,7 +100,7 @@ class Node:
         backend = "tcp" if self.rdma is None or (not first and not SOAK) else "rdma"
         made = Link(
             self.receiver.address, SECRET, backend=backend, rdma=self.rdma,
-            deadline=DEADLINE, node="prefill-1",
+            deadline=DEADLINE if first else SOUND, node="prefill-1",
         )  # fmt: skip
         self.links.append(made)
         return made
@@ -194,13 +197,15 @@ def run_cell(cell: Cell, client: redis.Redis, state: list[Piece]) -> list[Piece]
     with contextlib.ExitStack() as stack:
         node = Node(cell, client, stack)
         node.sink.models.add(state[-1].header.fingerprint)
-        bystander = Sender.connect(node.receiver.address, SECRET, DEADLINE, node="other")
+        bystander = Sender.connect(node.receiver.address, SECRET, SOUND, node="other")
         stack.callback(bystander.close)
         aside = make_state([1000] * 6 + [2000], seed=3)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=96, nbytes=8000)
         other.send(aside[:2])
         link = node.link(first=True)
+        node.receiver.deadline = DEADLINE  # of the link that is formed now
         link._connected()
+        node.receiver.deadline = SOUND
         node.hands.seize(link, node.receiver)
         first = threading.Thread(target=node.first, args=(link, state))
         first.start()

@@ -9,6 +9,7 @@ import pytest
 import redis
 from link_parts import (
     FINGERPRINT,
+    LONG,
     SECRET,
     MemorySink,
     contents,
@@ -82,7 +83,7 @@ def test_a_broken_link_is_formed_anew() -> None:
 
 def test_a_receiver_that_moved_is_an_error_until_it_is_told() -> None:
     with receiving(MemorySink()) as receiver:
-        link = Link(receiver.address, SECRET, deadline=2)
+        link = Link(receiver.address, SECRET)
         pass_on(link, "t-1")
     until_noticed(link)
     with pytest.raises(LinkError, match="cannot reach"):
@@ -105,12 +106,12 @@ def test_auto_falls_back_after_three_failures_and_tries_again_later(
     nodes: tuple[Epochs, Epochs],
 ) -> None:
     now = [0.0]
-    with receiving(MemorySink(), 3.0, epochs=nodes[1]) as receiver:
+    with receiving(MemorySink(), epochs=nodes[1]) as receiver:
         link = Link(
             receiver.address,
             SECRET,
             rdma=Rdma(nodes[0], "ring", command=BROKEN),
-            deadline=3.0,
+            deadline=LONG,
             clock=lambda: now[0],
         )
         for i in range(3):
@@ -134,13 +135,13 @@ def test_auto_falls_back_after_three_failures_and_tries_again_later(
 
 
 def test_rdma_alone_does_not_fall_back(nodes: tuple[Epochs, Epochs]) -> None:
-    with receiving(MemorySink(), 3.0, epochs=nodes[1]) as receiver:
+    with receiving(MemorySink(), epochs=nodes[1]) as receiver:
         link = Link(
             receiver.address,
             SECRET,
             backend="rdma",
             rdma=Rdma(nodes[0], "ring", command=BROKEN),
-            deadline=3.0,
+            deadline=LONG,
         )
         with pytest.raises(LinkError):
             pass_on(link, "t-1")

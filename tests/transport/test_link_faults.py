@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from link_parts import (
     FINGERPRINT,
+    LONG,
     SECRET,
     MemorySink,
     contents,
@@ -30,6 +31,9 @@ from transport.sender import Sender
 from transport.wire import Connection
 
 DEADLINE = 1.5
+"""For a receiver that is found out by it; between sound ends it is LONG."""
+TWICE = 2 * DEADLINE
+"""For a sender that is: it has to form its link, and mostly to offer, within it."""
 PART = 4096
 STATE = make_state([10_000, 5_000, 4096, 7_000], seed=3)
 TOTAL = sum(len(piece.payload) for piece in STATE)
@@ -146,13 +150,21 @@ ENDS_THE_LINK = [
 ]
 
 
+FOUND_OUT_LATE = (half_a_message, silence, silence_after_ready, stalled_part, stalled_frame)
+"""Faults that only a deadline shows."""
+
+
 @pytest.mark.parametrize("fault", ENDS_THE_LINK, ids=lambda fault: fault.__name__)
 def test_a_fault_of_a_sender_that_ends_its_link(fault: Callable[[RogueSender], None]) -> None:
     sink = MemorySink()
-    with receiving(sink, DEADLINE, part=PART) as receiver:
-        bystander = Sender.connect(receiver.address, SECRET, DEADLINE)
+    with receiving(sink, part=PART) as receiver:
+        bystander = Sender.connect(receiver.address, SECRET, LONG)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=16, nbytes=1000)
+        receiver.deadline = (
+            TWICE if fault in FOUND_OUT_LATE else LONG
+        )  # of links that are formed now
         rogue = RogueSender(receiver.address)
+        receiver.deadline = LONG
         fault(rogue)
         assert rogue.ended()
         rogue.close()
@@ -164,7 +176,7 @@ def test_a_fault_of_a_sender_that_ends_its_link(fault: Callable[[RogueSender], N
 
 def recover(sink: MemorySink, address: tuple[str, int], attempt: int = 2) -> None:
     """The same transfer over a fresh link arrives whole."""
-    sender = Sender.connect(address, SECRET, DEADLINE)
+    sender = Sender.connect(address, SECRET, LONG)
     assert not deliver(sender, "t-1", STATE, attempt=attempt).duplicate
     sender.close()
     assert contents(sink.finished["t-1"]) == contents(STATE)
@@ -282,7 +294,7 @@ def test_a_fault_of_a_sender_that_fails_its_transfer(
     fault: Callable[[RogueSender], None], code: str
 ) -> None:
     sink = MemorySink()
-    with receiving(sink, DEADLINE, part=PART) as receiver:
+    with receiving(sink, part=PART) as receiver:
         rogue = RogueSender(receiver.address)
         fault(rogue)
         answer = rogue.answer()
@@ -301,7 +313,7 @@ def test_a_fault_of_a_sender_that_fails_its_transfer(
 
 def test_pieces_may_overtake_each_other_on_the_way() -> None:
     sink = MemorySink()
-    with receiving(sink, DEADLINE, part=PART) as receiver:
+    with receiving(sink, part=PART) as receiver:
         rogue = RogueSender(receiver.address, streams=2)
         ready(rogue)
         frames = everything(rogue)
@@ -315,7 +327,7 @@ def test_pieces_may_overtake_each_other_on_the_way() -> None:
 def test_a_piece_that_never_comes_keeps_the_state_unused() -> None:
     for missing in range(len(STATE) - 1):
         sink = MemorySink()
-        with receiving(sink, DEADLINE, part=PART) as receiver:
+        with receiving(sink, part=PART) as receiver:
             rogue = RogueSender(receiver.address)
             ready(rogue)
             for i, piece in enumerate(STATE):
@@ -331,13 +343,13 @@ def test_a_piece_that_never_comes_keeps_the_state_unused() -> None:
 
 def test_a_sender_that_dies_after_its_last_byte_has_delivered() -> None:
     sink = MemorySink()
-    with receiving(sink, DEADLINE, part=PART) as receiver:
+    with receiving(sink, part=PART) as receiver:
         rogue = RogueSender(receiver.address)
         ready(rogue)
         rogue.data[0].write(*everything(rogue))
         sink.wait_for("done", "t-1")
         rogue.close()
-        sender = Sender.connect(receiver.address, SECRET, DEADLINE)
+        sender = Sender.connect(receiver.address, SECRET, LONG)
         assert deliver(sender, "t-1", STATE, attempt=2).duplicate
         sender.close()
     assert sink.events.count(("done", "t-1")) == 1
@@ -345,7 +357,7 @@ def test_a_sender_that_dies_after_its_last_byte_has_delivered() -> None:
 
 def test_too_many_open_offers_are_refused() -> None:
     sink = MemorySink()
-    with receiving(sink, DEADLINE) as receiver:
+    with receiving(sink) as receiver:
         rogue = RogueSender(receiver.address)
         answers = [rogue.offer(f"t-{i}", 10, number=i) for i in range(40)]
         assert {type(answer) for answer in answers} == {Ready, Nack}
@@ -455,7 +467,9 @@ def test_a_fault_of_a_receiver(fault: Callable[[Control, Connection], None], cod
 
     thread = threading.Thread(target=play)
     thread.start()
-    sender = Sender.connect(rogue.address, SECRET, DEADLINE, streams=1)
+    patience = DEADLINE if fault in (never_answers, never_acknowledges_but_lives) else LONG
+    sender = Sender.connect(rogue.address, SECRET, LONG, streams=1)
+    sender.deadline = patience
     with pytest.raises(LinkError) as caught:
         deliver(sender, "t-1", STATE)
     assert caught.value.code == code
@@ -465,7 +479,7 @@ def test_a_fault_of_a_receiver(fault: Callable[[Control, Connection], None], cod
     rogue.close()
     assert not problems
     sink = MemorySink()
-    with receiving(sink, DEADLINE) as receiver:
+    with receiving(sink) as receiver:
         recover(sink, receiver.address)
 
 
@@ -477,7 +491,7 @@ def test_versions_that_differ_are_named_on_both_ends(field: str, what: str) -> N
     thread = threading.Thread(target=lambda: rogue.greet(**{field: 99, "tandem": "9.9"}))
     thread.start()
     with pytest.raises(LinkError, match=rf"{what} \d here .* 99 on rogue \(Tandem 9.9\)") as caught:
-        Sender.connect(rogue.address, SECRET, DEADLINE)
+        Sender.connect(rogue.address, SECRET, LONG)
     assert caught.value.code == "version"
     thread.join(20)
     rogue.close()
@@ -486,8 +500,8 @@ def test_versions_that_differ_are_named_on_both_ends(field: str, what: str) -> N
 def test_one_link_that_fails_hurts_no_other() -> None:
     sink = MemorySink()
     state = make_state([100_000] * 5, seed=9)
-    with receiving(sink, DEADLINE, part=PART) as receiver:
-        good = Sender.connect(receiver.address, SECRET, DEADLINE)
+    with receiving(sink, part=PART) as receiver:
+        good = Sender.connect(receiver.address, SECRET, LONG)
         transfer = good.offer("t-good", fingerprint=FINGERPRINT, tokens=64, nbytes=500_000)
         for i, fault in enumerate([damaged_frame, wrong_epoch, data_before_offer]):
             transfer.send([state[i]])

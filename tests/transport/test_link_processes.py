@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from link_parts import (
     FINGERPRINT,
+    LONG,
     SECRET,
     MemorySink,
     Peer,
@@ -24,7 +25,8 @@ from link_parts import (
 from transport.errors import LinkError
 from transport.sender import Sender
 
-DEADLINE = 1.5
+DEADLINE = 3.0
+"""For who is found out by it, and has to form its link within it; otherwise it is LONG."""
 SIZES = [300_000] * 6 + [500_000]
 BLOWS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -42,7 +44,7 @@ def _nothing_leaks() -> Iterator[None]:
 @pytest.mark.parametrize("stage", ["idle", "offer", "ready", "mid", "ack"])
 def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
     state = make_state(SIZES)
-    peer = Peer("receive", stage, DEADLINE)
+    peer = Peer("receive", stage, LONG)
     sender = Sender.connect(("127.0.0.1", int(peer.line())), SECRET, DEADLINE)
     caught: list[LinkError] = []
 
@@ -68,7 +70,7 @@ def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
     peer.close()
     sink = MemorySink()
     with receiving(sink) as receiver:
-        again = Sender.connect(receiver.address, SECRET, DEADLINE)
+        again = Sender.connect(receiver.address, SECRET, LONG)
         deliver(again, "t-1", state, attempt=2)
         again.close()
     assert contents(sink.finished["t-1"]) == contents(state)
@@ -80,18 +82,20 @@ def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
 def test_sender_process_fails(stage: str, blow: signal.Signals) -> None:
     sink = MemorySink()
     state = make_state(SIZES)
-    with receiving(sink, DEADLINE) as receiver:
-        bystander = Sender.connect(receiver.address, SECRET, DEADLINE)
+    with receiving(sink) as receiver:
+        bystander = Sender.connect(receiver.address, SECRET, LONG)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=16, nbytes=2000)
+        receiver.deadline = DEADLINE  # of the link that the peer forms
         peer = Peer("send", stage, DEADLINE, receiver.address[1])
         if stage == "after":
             assert peer.line() == "done"
         assert peer.line() == stage
+        receiver.deadline = LONG
         peer.signal(blow)
         if stage in ("ready", "mid"):
             sink.wait_for("abort", "t-peer")
         other.send([make_piece("rows", 0, 16, bytes(1000))])
-        again = Sender.connect(receiver.address, SECRET, DEADLINE)
+        again = Sender.connect(receiver.address, SECRET, LONG)
         report = deliver(again, "t-peer", state, attempt=2)
         assert report.duplicate == (stage == "after")
         other.finish(make_piece("snapshot", 16, 16, bytes(1000)))
@@ -109,12 +113,14 @@ def test_sender_process_fails(stage: str, blow: signal.Signals) -> None:
 def test_a_frozen_sender_that_thaws_cannot_touch_a_newer_attempt() -> None:
     sink = MemorySink()
     state = make_state(SIZES, seed=7)
-    with receiving(sink, DEADLINE) as receiver:
+    with receiving(sink) as receiver:
+        receiver.deadline = DEADLINE  # of the link that the peer forms
         peer = Peer("send", "mid", DEADLINE, receiver.address[1])
         assert peer.line() == "mid"
+        receiver.deadline = LONG
         peer.signal(signal.SIGSTOP)
         sink.wait_for("abort", "t-peer")
-        sender = Sender.connect(receiver.address, SECRET, DEADLINE)
+        sender = Sender.connect(receiver.address, SECRET, LONG)
         transfer = sender.offer(
             "t-peer", fingerprint=FINGERPRINT, tokens=96, nbytes=sum(SIZES), attempt=2
         )
@@ -130,12 +136,12 @@ def test_a_frozen_sender_that_thaws_cannot_touch_a_newer_attempt() -> None:
 
 
 def test_sigterm_ends_a_receiver_that_waits_for_a_frozen_sender() -> None:
-    peer = Peer("receive", "none", 30.0)
-    sender = Sender.connect(("127.0.0.1", int(peer.line())), SECRET, DEADLINE)
+    peer = Peer("receive", "none", LONG)
+    sender = Sender.connect(("127.0.0.1", int(peer.line())), SECRET, LONG)
     transfer = sender.offer("t-1", fingerprint=FINGERPRINT, tokens=16, nbytes=2000)
     transfer.send([make_piece("rows", 0, 16, bytes(1000))])
     peer.signal(signal.SIGTERM)
-    peer.process.wait(10)
+    peer.process.wait(30)
     with pytest.raises(LinkError):
         transfer.finish(make_piece("snapshot", 16, 16, bytes(1000)))
     sender.close()

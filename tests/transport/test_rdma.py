@@ -24,6 +24,7 @@ import redis
 from fault_cells import children
 from link_parts import (
     FINGERPRINT,
+    LONG,
     SECRET,
     MemorySink,
     contents,
@@ -46,7 +47,8 @@ from transport.sidecar import COMMAND
 
 __all__ = ["client", "redis_socket"]
 
-DEADLINE = 2.0
+DEADLINE = 3.0
+"""For who is found out by it; between sound ends it is LONG."""
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 HERE = Path(__file__).parent
 STATE = make_state([1_000_000] * 20 + [40_000_000, 20_000_000], seed=5)
@@ -63,7 +65,7 @@ class Ends:
     def connect(self, receiver: Receiver, command: tuple[str, ...] = COMMAND) -> Sender:
         receiver._command = command
         return rdma.connect(
-            receiver.address, SECRET, self.sender, DEADLINE, fabric="ring", command=command
+            receiver.address, SECRET, self.sender, LONG, fabric="ring", command=command
         )
 
 
@@ -93,7 +95,7 @@ def faulty(fault: str, shim: bool) -> tuple[str, ...]:
 def test_states_cross_and_the_epoch_is_up(ends: Ends, shim: bool) -> None:
     sink = MemorySink()
     states = [STATE, make_state([0]), make_state([1, 0, 5]), make_state([3_000_000] * 9)]
-    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(sink, epochs=ends.receiver) as receiver:
         sender = ends.connect(receiver, faulty("none", shim))
         assert ends.sender.record("prefill-1", "decode-1").state == "up"
         for i, state in enumerate(states):
@@ -107,7 +109,7 @@ def test_states_cross_and_the_epoch_is_up(ends: Ends, shim: bool) -> None:
 def test_two_transfers_at_once_share_a_link(ends: Ends) -> None:
     sink = MemorySink()
     first, second = make_state([4_000_000] * 6, 1), make_state([5_000_000] * 5, 2)
-    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(sink, epochs=ends.receiver) as receiver:
         sender = ends.connect(receiver)
         thread = threading.Thread(target=deliver, args=(sender, "t-a", first))
         thread.start()
@@ -123,7 +125,7 @@ def test_two_transfers_at_once_share_a_link(ends: Ends) -> None:
 def test_a_damaged_batch_header_is_noticed(ends: Ends, shim: bool) -> None:
     """The other faults are in test_fault_matrix."""
     sink = MemorySink()
-    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(sink, epochs=ends.receiver) as receiver:
         sender = ends.connect(receiver, faulty("header", shim))
         with pytest.raises(LinkError):
             deliver(sender, "t-1", STATE)
@@ -140,7 +142,7 @@ def test_a_damaged_batch_header_is_noticed(ends: Ends, shim: bool) -> None:
 def test_nothing_is_left_after_many_failures(ends: Ends) -> None:
     sink = MemorySink()
     state = make_state([3_000_000] * 6 + [10])
-    with receiving(sink, DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(sink, epochs=ends.receiver) as receiver:
         for i in range(100 if SOAK else 5):
             sender = ends.connect(receiver)
             transfer = sender.offer("t-1", fingerprint=FINGERPRINT, tokens=1, nbytes=18_000_010)
@@ -178,7 +180,7 @@ def _state(pid: int) -> str:
 
 
 def test_mlx_versions_that_differ_are_named(ends: Ends) -> None:
-    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(MemorySink(), epochs=ends.receiver) as receiver:
         receiver.hello = replace(receiver.hello, mlx="9.9.9")
         with pytest.raises(LinkError, match=r"the same mlx .* here, 9\.9\.9 on decode-1") as caught:
             ends.connect(receiver)
@@ -187,14 +189,14 @@ def test_mlx_versions_that_differ_are_named(ends: Ends) -> None:
 
 def test_a_receiver_without_epochs_forms_no_group(ends: Ends) -> None:
     with (
-        receiving(MemorySink(), DEADLINE, node="decode-1") as receiver,
+        receiving(MemorySink(), node="decode-1") as receiver,
         pytest.raises(LinkError, match="not alive"),
     ):
         ends.connect(receiver)
 
 
 def test_a_form_of_another_epoch_is_refused(ends: Ends) -> None:
-    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(MemorySink(), epochs=ends.receiver) as receiver:
         rogue = RogueSender(receiver.address, streams=0, node="prefill-1")
         ends.sender.form("decode-1", ends.receiver.boot, bytes(16))
         rogue.control.send(Form(2, bytes(16), "ring", "127.0.0.1:1"))
@@ -216,7 +218,7 @@ def test_a_group_whose_other_member_never_comes_is_given_up(ends: Ends) -> None:
 
 def test_what_a_hand_off_costs_the_control_plane(ends: Ends, client: redis.Redis) -> None:
     state = make_state([1_048_512] * 30 + [15_000_000])
-    with receiving(MemorySink(), 5.0, epochs=ends.receiver) as receiver:
+    with receiving(MemorySink(), epochs=ends.receiver) as receiver:
         ends.sender.stop()
         ends.receiver.stop()
         before = client.info("commandstats")
