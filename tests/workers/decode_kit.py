@@ -33,6 +33,8 @@ from worker_decode.starts import Starts
 from worker_decode.states import nbytes_of
 
 STORE_BYTES = 64 << 20
+LONG = 60.0
+"""Deadlines and signs of life (seconds) of what is sound: a machine that stalls is no fault."""
 
 
 def tiny(name: str) -> Model:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from decode_kit import LONG, asking, make_job, replay_of
 from decode_kit import Node as DecodeKit
-from decode_kit import asking, make_job, replay_of
 from redis_kit import eventually
 from test_late_engine import ids
 
@@ -39,7 +39,7 @@ class Pair:
         self.client = client
         self.leaving = DecodeKit(model, words, self.dir / "3", node="m3", **sections)
         self.other = DecodeKit(model, words, self.dir / "4", node="m4", **sections)
-        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.other.inbox, 10.0)
+        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.other.inbox, LONG)
         self.rpc: list[Server] = []
         self.presence: list[Presence] = []
         host, port = self.receiver.address
@@ -52,7 +52,7 @@ class Pair:
                 fingerprint=model.fingerprint.hex(), link=f"{host}:{port}",
                 secret=SECRET.hex(), rpc=str(remote),
             )  # fmt: skip
-            self.presence.append(Presence(url, entry).start())
+            self.presence.append(Presence(url, entry, LONG).start())
         eventually(lambda: len(Nodes(client).list("decode")) == 2, "the nodes are not published")
         self.mover = Moving(
             self.leaving.config, model, self.leaving.store, Nodes(client), Runs(client),

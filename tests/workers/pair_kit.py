@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from decode_kit import Node
+from decode_kit import LONG, Node
 from redis_kit import eventually
 
 from engine.model import Model
@@ -43,15 +43,15 @@ class Pair:
             model, words, path, limit=gigabytes << 30, size=gigabytes << 27,
             store={"snapshots": snapshots},
         )  # fmt: skip
-        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.node.inbox, 10.0)
+        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.node.inbox, LONG)
         host, port = self.receiver.address
         presented = Presented(
             "decode", "local", state="ready", boot="a", link=f"{host}:{port}", secret=SECRET.hex()
         )
-        self.presence = Presence(url, presented).start()
+        self.presence = Presence(url, presented, LONG).start()
         nodes = Nodes(client)
         eventually(lambda: nodes.get("decode", "local") is not None, "the node is not published")
-        self.links = Links(nodes, LinkConfig(deadline_seconds=10.0), "m3")
+        self.links = Links(nodes, LinkConfig(deadline_seconds=LONG), "m3")
         parked = Parked(4, 1 << 30, 900.0)
         self.engine = Engine(model, self.links, 256, parked, snapshots=snapshots)
 

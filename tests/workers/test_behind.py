@@ -47,6 +47,8 @@ def idle(node: Node) -> None:
     store = config.store.model_copy(update={"idle_seconds": 0.0})
     node.engine.kept._config = config.model_copy(update={"store": store})
     node.settle()
+    saver = node.engine.kept.saver
+    eventually(lambda: saver._nbytes == 0, "parents are not written")
     assert (node.engine.facts()["behind"], node.memory.used) == (0, 0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import Node, asking, contents, make_job, replay_of
+from decode_kit import LONG, Node, asking, contents, make_job, replay_of
 from redis_kit import eventually
 from tiny_models import prompt
 
@@ -49,15 +49,15 @@ class Pair:
         self.model = model
         self.node = Node(model, words, path)
         self.receiver = Receiver(
-            "127.0.0.1", 0, SECRET, self.node.inbox, 10.0, lender=self.node.lending
+            "127.0.0.1", 0, SECRET, self.node.inbox, LONG, lender=self.node.lending
         )
         host, port = self.receiver.address
         entry = registry.Node(
             "decode", "local", state="ready", link=f"{host}:{port}", secret=SECRET.hex()
         )
-        self.presence = Presence(url, entry).start()
+        self.presence = Presence(url, entry, LONG).start()
         self.client = connect(url)
-        self.links = Links(Nodes(self.client), LinkConfig(deadline_seconds=10.0), "m5")
+        self.links = Links(Nodes(self.client), LinkConfig(deadline_seconds=LONG), "m5")
         eventually(lambda: self._is_there(), "the decode node is not published")
         self.engine = Engine(model, self.links, CHUNK, Parked(4, 1 << 30, 600.0))
         self._stop = threading.Event()

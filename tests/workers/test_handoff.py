@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import asking, contents, make_job, state_of, tiny
+from decode_kit import LONG, asking, contents, make_job, state_of, tiny
 from redis_kit import Server, eventually
 from tiny_models import prompt
 
@@ -39,12 +39,12 @@ class DecodeNode:
     def __init__(self, url: str, model: Model, boot: str, limit: int = 1 << 26) -> None:
         self.memory = Memory(limit)
         self.inbox = Inbox(model.fingerprint, self.memory, 0.0)
-        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.inbox, 10.0)
+        self.receiver = Receiver("127.0.0.1", 0, SECRET, self.inbox, LONG)
         host, port = self.receiver.address
         node = Node(
             "decode", "local", state="ready", boot=boot, link=f"{host}:{port}", secret=SECRET.hex()
         )
-        self.presence = Presence(url, node).start()
+        self.presence = Presence(url, node, LONG).start()
         nodes = Nodes(connect(url))
         eventually(lambda: self._published(nodes, boot), "the node is not published")
         nodes._client.close()
@@ -70,7 +70,7 @@ def nodes() -> Iterator[list[DecodeNode]]:
 
 @pytest.fixture
 def links(client: redis.Redis) -> Iterator[Links]:
-    made = Links(Nodes(client), LinkConfig(deadline_seconds=10.0), "m3")
+    made = Links(Nodes(client), LinkConfig(deadline_seconds=LONG), "m3")
     yield made
     made.close()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import redis
+from decode_kit import LONG, asking, make_job, replay_of
 from decode_kit import Node as DecodeKit
-from decode_kit import asking, make_job, replay_of
 from redis_kit import eventually
 
 from engine.drafters import NgramDrafter
@@ -36,7 +36,7 @@ SEAMS = range(LENGTH + 1) if os.environ.get("TANDEM_SOAK") else [0, 1, 2, 23, 63
 
 @pytest.fixture
 def links(client: redis.Redis) -> Iterator[Links]:
-    made = Links(Nodes(client), LinkConfig(deadline_seconds=10.0), "m5")
+    made = Links(Nodes(client), LinkConfig(deadline_seconds=LONG), "m5")
     yield made
     made.close()
 
@@ -47,10 +47,10 @@ def decode(
 ) -> Iterator[DecodeKit]:
     """A decode node with a link."""
     made = DecodeKit(loaded, words, tmp_path)
-    receiver = Receiver("127.0.0.1", 0, SECRET, made.inbox, 10.0)
+    receiver = Receiver("127.0.0.1", 0, SECRET, made.inbox, LONG)
     host, port = receiver.address
     node = Node("decode", "local", state="ready", link=f"{host}:{port}", secret=SECRET.hex())
-    presence = Presence(redis_url, node).start()
+    presence = Presence(redis_url, node, LONG).start()
     eventually(lambda: Nodes(client).get("decode", "local"), "the node is not published")
     yield made
     presence.stop()
