@@ -167,6 +167,8 @@ class Presence:
         away = known = False
         while not self._stopped.is_set():
             self._changed.clear()
+            if self._stopped.is_set():  # what `stop` has set after the look at it is cleared now
+                break
             node = dataclasses.replace(self._node, facts={**self._node.facts, **self._live()})
             try:
                 value = pack(dataclasses.asdict(node))

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import queue
+import secrets
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from transport.shared import SharedMemory
 Fabric = Literal["ring", "jaccl"]
 COMMAND = (sys.executable, "-P", "-m", "transport.child")
 FORM_SECONDS = 15.0
+PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,16 @@ class Sidecar:
 
 
 def free_port(host: str) -> int:
-    """A port that was free a moment ago: mx.distributed takes only numbers, never sockets."""
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that was free a moment ago: mx.distributed takes only numbers, never sockets.
+
+    From below those that systems hand out by themselves (Linux from 32768, macOS from 49152), so
+    that no connection made meanwhile gets it. Raises LinkError if none is free.
+    """
+    for _ in range(100):
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise LinkError(f"no port between {PORTS[0]} and {PORTS[-1]} is free on {host}", "failed")
 
 
 def _hostfile(hosts: tuple[str, str]) -> str:

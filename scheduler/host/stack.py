@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 import sys
 import time
@@ -256,15 +257,23 @@ def check_port(config: Config) -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that is free on `host` now."""
-    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host} ({error.strerror}): correct api.host"
-            ) from None
-        return int(probe.getsockname()[1])
+    """A TCP port that is free on `host` now.
+
+    From below those that systems hand out by themselves (Linux from 32768, macOS from 49152): the
+    API listens there only some seconds later, and no connection made meanwhile may get it.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise ConfigError(
+                    f"cannot listen on {host} ({error.strerror}): correct api.host"
+                ) from None
+            return port
+    raise ConfigError(f"no port is free on {host}: pass --port")
 
 
 def _family(host: str) -> socket.AddressFamily:
