@@ -34,7 +34,7 @@ VICTIMS = ("prefill", "decode", "redis", "api", "supervisor")
 #: Frozen for longer than a lease: what it ran is given to others while it sleeps.
 FREEZE = 4.0
 WORKER: dict[str, Any] = {"chunk_s": 0.01, "tail_s": 0.01, "step_s": 0.004, "lease": 3, "slots": 3,
-                          "log": "CRITICAL", "parks": 2, "max_attempts": 5}  # fmt: skip
+                          "log": "CRITICAL", "parks": 2, "max_attempts": 20}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Keeper(threading.Thread):
         self.join()
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(180)
 
     def _begin(self) -> subprocess.Popen[bytes]:
         process = self._make()
@@ -181,7 +181,7 @@ class Client:
         self._http.close()
 
     def _post(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while True:
             try:
                 answer = self._http.post(path, json=body, headers=headers)

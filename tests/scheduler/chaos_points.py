@@ -1,8 +1,9 @@
-"""Named points at which a process of the chaos tests is killed or frozen, once in a run.
+"""Named points at which a process of the tests is killed, frozen or held, once in a run.
 
-`point` is where, `nth` at which visit, `act` "kill" or "stop". The victim is the process itself,
-or the one whose process id stands in the file `victim`. `once` names a file that marks the fault
-as done, so that whoever is started anew does not repeat it.
+`point` is where, `nth` at which visit, `act` "kill", "stop" or "hold". The victim is the process
+itself, or the one whose process id stands in the file `victim`. `once` names a file that marks the
+fault as done, so that whoever is started anew does not repeat it. A process that is held says so by
+the file `hold`.there, and goes on once there is a file `hold`.go; its other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+#: The test has ended long before.
+HOLD_SECONDS = 300.0
 
 
 class Points:
@@ -34,6 +38,9 @@ class Points:
             self._visits += 1
             if self._visits != spec.get("nth", 1) or not self._first():
                 return
+        if spec.get("act") == "hold":
+            _wait(spec["hold"])
+            return
         victim = os.getpid()
         if spec.get("victim"):
             victim = int(Path(spec["victim"]).read_text())
@@ -55,8 +62,17 @@ class Points:
         return True
 
 
+def _wait(hold: str) -> None:
+    Path(f"{hold}.there").touch()
+    end = time.monotonic() + HOLD_SECONDS
+    while not Path(f"{hold}.go").exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"nobody lets go of {hold}")
+        time.sleep(0.01)
+
+
 def write_pid(path: Path, pid: int) -> None:
-    """Say who is to be hit. Atomic."""
+    """Say who is to be hit, or another number that a process reads. Atomic."""
     new = path.with_suffix(".new")
     new.write_text(str(pid))
     new.replace(path)

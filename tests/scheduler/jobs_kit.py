@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class Worker:
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def stop(self, timeout: float = 30.0) -> int:
+    def stop(self, timeout: float = 120.0) -> int:
         """SIGTERM; its exit status."""
         if self.process.poll() is None:
             self.send(signal.SIGTERM)
@@ -83,6 +84,23 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.kill()
+
+
+class Hold:
+    """Where a worker waits until it is let go: `spec` are options of that worker."""
+
+    def __init__(self, folder: Path, point: str, nth: int = 1) -> None:
+        self._base = folder / f"hold-{secrets.token_hex(4)}"
+        self.spec = {"point": point, "nth": nth, "act": "hold", "hold": str(self._base)}
+
+    def reached(self) -> None:
+        """Wait until the worker is there."""
+        there = self._base.with_suffix(".there")
+        eventually(there.exists, f"nobody comes to {self.spec['point']}")
+
+    def release(self) -> None:
+        """Let it go on."""
+        self._base.with_suffix(".go").touch()
 
 
 def answer(client: redis.Redis, resp: str) -> list[int]:
@@ -114,7 +132,7 @@ def assert_idle(client: redis.Redis) -> None:
 
 def completed(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
     """The job at its end, which has to be the oracle's answer."""
-    job = jobs.wait(new.id, 60)
+    job = jobs.wait(new.id, 120)
     assert job.status == "completed", job.error
     assert answer(client, new.id) == oracle(new)
     return job

@@ -70,6 +70,11 @@ def wanted(job: Job) -> int:
     return int(job.request.get("n") or job.request["params"]["max_output_tokens"])
 
 
+def limit() -> int:
+    """Tokens that may be prefilled for the time being: as many as the file `limit` says."""
+    return int(Path(SPEC["limit"]).read_text()) if SPEC.get("limit") else sys.maxsize
+
+
 def say(execution: Execution, position: int) -> None:
     """Emit the answer's token at `position`."""
     token = answer_token(execution.job.prompt_ids, position)
@@ -93,6 +98,9 @@ class CountingPrefill:
             while done < stop:
                 at("mid_prefill")
                 time.sleep(SPEC.get("chunk_s", 0.0))
+                while done >= limit():
+                    time.sleep(0.01)
+                    check(done)
                 done = min(done + 10, stop)
                 execution_steps[job.id] = execution_steps.get(job.id, 0) + 1
                 check(done)
@@ -157,6 +165,9 @@ class CountingDecode:
         ended = []
         for execution, position in list(self.rows.items()):
             job = execution.job
+            until = job.request.get("until")
+            if until and not Path(until).exists():
+                continue  # this answer waits, others go on
             if position < wanted(job):
                 say(execution, position)
                 self.rows[execution] = position = position + 1
@@ -231,9 +242,10 @@ def main() -> int:
     if SPEC.get("away_at_replay"):
         away_once()
     settings = JobsConfig(
-        lease_seconds=SPEC.get("lease", 3),
+        # Long enough for whoever is well on a busy machine: a test of their end gives another.
+        lease_seconds=SPEC.get("lease", 20),
         max_attempts=SPEC.get("max_attempts", 3),
-        drain_seconds=SPEC.get("drain", 20),
+        drain_seconds=SPEC.get("drain", 60),
     )
     options: dict[str, Any] = {
         "node": SPEC.get("node", "local"),

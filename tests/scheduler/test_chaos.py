@@ -20,13 +20,13 @@ import pytest
 from api_kit import make_model_dir
 from chaos_kit import Client, Plan, Thaw, keep_redis, keep_stack, keep_worker, plans
 from jobs_kit import Server, answer, answer_token, assert_idle, eventually, new_job, oracle
+from ports_kit import own_port
 
 from scheduler.api.prompt import build
 from scheduler.api.schema import items_of
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.config import Config
 from scheduler.host import data_dir
-from scheduler.host.stack import free_port
 from scheduler.jobs import Jobs
 from scheduler.record import NewJob, response_id
 from scheduler.redis_client import connect
@@ -101,8 +101,8 @@ def _whole_stack(plan: Plan, chance: random.Random, folder: Path) -> None:
             "data_dir": str(folder / "d"),
             "model": "test-model",
             "model_dir": str(model),
-            "api": {"port": free_port("127.0.0.1")},
-            "jobs": {"lease_seconds": 3, "max_attempts": 5, "drain_seconds": 5},
+            "api": {"port": own_port()},
+            "jobs": {"lease_seconds": 3, "max_attempts": 20, "drain_seconds": 5},
         }
     )
     data_dir.prepare(config)
@@ -151,7 +151,7 @@ def _whole_stack(plan: Plan, chance: random.Random, folder: Path) -> None:
 
 
 def _check(client: Any, jobs: Jobs, resp: str, right: list[int], was_cancelled: bool) -> None:
-    job = jobs.wait(resp, 60)
+    job = jobs.wait(resp, 180)
     said = answer(client, resp)
     if was_cancelled and job.status == "cancelled":
         assert said == right[: len(said)], "what was said before the cancel is right"

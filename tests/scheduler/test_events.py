@@ -56,18 +56,20 @@ def test_following_ends_with_the_terminal_event(
     client: redis.Redis, redis_url: str, job: Job
 ) -> None:
     async def follow() -> list[events.Event | None]:
+        seen: list[events.Event | None] = []
         async with connect_async(redis_url) as reader:
-            return [event async for event in events.afollow(reader, job.id, 0, keepalive=0.05)]
+            async for event in events.afollow(reader, job.id, 0, keepalive=0.05):
+                # Silence is told, so that a connection can be kept alive; then it is over.
+                if event is None and None not in seen:
+                    await asyncio.to_thread(write)
+                seen.append(event)
+        return seen
 
     def write() -> None:
         say(client, job, 3, 10)
         Runs(client).finish(job, Result(status="incomplete", reason="max_output_tokens"), 4)
 
-    writer = threading.Timer(0.3, write)
-    writer.start()
-    seen = asyncio.run(follow())
-    writer.join()
-    assert None in seen, "silence is told, so that a connection can be kept alive"
+    seen = asyncio.run(asyncio.wait_for(follow(), 60))
     told = [event for event in seen if event is not None]
     assert [event.seq for event in told] == [1, 2, 3, 4]
     assert told[-1].data == {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import redis
+from chaos_points import write_pid
 from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
 
 from scheduler.config import JobsConfig
@@ -76,24 +79,25 @@ def test_without_a_grace_going_away_is_a_cancel(client: redis.Redis) -> None:
 
 @pytest.mark.parametrize("parks", [0, 2])
 def test_a_client_that_drops_and_retries_gets_its_answer(
-    client: redis.Redis, redis_url: str, jobs: Jobs, parks: int
+    client: redis.Redis, redis_url: str, jobs: Jobs, parks: int, tmp_path: Path
 ) -> None:
-    """A prefill of two seconds; its client gives up every 0.2 s and sends the same again."""
-    with Worker("prefill", redis_url, chunk_s=0.05, parks=parks), Worker("decode", redis_url):
+    """A long prefill; its client gives up every 0.2 s and sends the same again."""
+    limit = tmp_path / "limit"
+    write_pid(limit, 390)  # it does not end before its client has come for the last time
+    prefill = Worker("prefill", redis_url, chunk_s=0.02, parks=parks, limit=str(limit))
+    with prefill, Worker("decode", redis_url):
         ids = set()
         new = new_job(tokens=401, owner="ada", digest="d")
-        for _ in range(20):
+        for _ in range(8):
             again = new_job(tokens=401, owner="ada", digest="d")
             resp = jobs.accept(again).id
             ids.add(resp)
-            try:
-                job = jobs.wait(resp, 0.2)
-            except TimeoutError:
-                jobs.abandon(resp)
-                continue
-            break
-        else:
-            job = jobs.wait(resp, 30)
+            with pytest.raises(TimeoutError):
+                jobs.wait(resp, 0.2)
+            jobs.abandon(resp)
+        ids.add(jobs.accept(new_job(tokens=401, owner="ada", digest="d")).id)
+        write_pid(limit, 1000)
+        job = jobs.wait(resp, 60)
         assert len(ids) == 1
         assert job.status == "completed"
         assert answer(client, resp) == oracle(new)
@@ -104,26 +108,30 @@ def test_a_client_that_drops_and_retries_gets_its_answer(
 
 
 def test_the_finished_part_of_a_cancelled_prefill_is_used_again(
-    client: redis.Redis, redis_url: str, jobs: Jobs
+    client: redis.Redis, redis_url: str, jobs: Jobs, tmp_path: Path
 ) -> None:
-    with Worker("prefill", redis_url, chunk_s=0.05, parks=2), Worker("decode", redis_url):
+    limit = tmp_path / "limit"
+    write_pid(limit, 0)
+    prefill = Worker("prefill", redis_url, chunk_s=0.01, parks=2, limit=str(limit))
+    with prefill, Worker("decode", redis_url):
         chunks = 0
-        for _ in range(4):
+        for reached in (70, 140, 210, 280):
             new = new_job(tokens=401)
             jobs.accept(new)
-            start = jobs.get(new.id).prefilled_tokens
+            write_pid(limit, reached)
             eventually(
-                lambda new=new, start=start: jobs.get(new.id).prefilled_tokens > start + 60,
+                lambda new=new, reached=reached: jobs.get(new.id).prefilled_tokens == reached,
                 "no progress",
             )
             jobs.cancel(new.id)
-            ended = jobs.wait(new.id, 10)
+            ended = jobs.wait(new.id, 60)
             assert ended.status == "cancelled"
             eventually(lambda: client.keys("tandem:parked:*"), "nothing is kept")
         last = new_job(tokens=401)
         jobs.accept(last)
         assert int(client.hget(f"tandem:job:{last.id}", "parked_tokens") or 0) >= 60
-        job = jobs.wait(last.id, 30)
+        write_pid(limit, 1000)
+        job = jobs.wait(last.id, 60)
         assert job.handoff is not None
         chunks = job.handoff["chunks"]
         assert 0 < chunks < 40

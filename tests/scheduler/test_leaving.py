@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 from jobs_kit import (
+    Hold,
     completed,
     eventually,
     is_stopped,
@@ -72,7 +73,7 @@ def moved(job: Job) -> list[dict[str, Any]]:
 def test_live_and_waiting_answers_go_on_at_the_other_node(
     client: redis.Redis, jobs: Jobs, stack: Any
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", slots=2, step_s=0.02)
+    leaving = stack("decode", node="m3", heir="m4", slots=2, step_s=0.1)
     news = [talk(answer=300, conversation=f"conv_{k:032x}") for k in range(5)]
     for new in news:
         jobs.accept(new)
@@ -91,13 +92,17 @@ def test_live_and_waiting_answers_go_on_at_the_other_node(
 
 
 def test_without_another_node_it_drains_as_ever(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    leaving = stack("decode", node="m3", slots=1, step_s=0.01)
+    said = Hold(tmp_path, "mid_decode", 5)
+    leaving = stack("decode", node="m3", slots=1, step_s=0.01, **said.spec)
     live, waiting = talk(answer=60, home=None), talk(answer=5, home=None)
     begun(jobs, live)
+    said.reached()
     jobs.accept(waiting)
-    assert leaving.stop() == 0
+    leaving.send(signal.SIGTERM)
+    said.release()
+    assert leaving.process.wait(90) == 0
     assert not moved(completed(client, jobs, live))
     assert jobs.get(waiting.id).status == "queued"
     stack("decode", node="m3")
@@ -108,7 +113,7 @@ def test_without_another_node_it_drains_as_ever(
 def test_a_state_that_cannot_be_sent_is_computed_there(
     client: redis.Redis, jobs: Jobs, stack: Any
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.02, log="CRITICAL")
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.1, log="CRITICAL")
     new = talk(answer=300, request={"fail": "move"})
     begun(jobs, new)
     stack("decode", node="m4")
@@ -165,15 +170,15 @@ def test_a_conversation_with_two_live_answers_stays_whole(
 def test_a_cancelled_answer_ends_once_while_it_leaves(
     client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.02, point="mid_hand_over", act="stop")
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.1, point="mid_hand_over", act="stop")
     new = talk(answer=300)
     begun(jobs, new)
     leaving.send(signal.SIGTERM)
     eventually(lambda: is_stopped(leaving.process.pid), "it does not freeze")
     jobs.cancel(new.id)
     leaving.send(signal.SIGCONT)
-    assert leaving.process.wait(30) == 0
-    assert jobs.wait(new.id, 30).status == "cancelled"
+    assert leaving.process.wait(90) == 0
+    assert jobs.wait(new.id, 60).status == "cancelled"
     none_under_way(client)
 
 
@@ -186,13 +191,13 @@ def test_killed_while_an_answer_leaves(
         return {"node": name, **({"point": point, "nth": 3 if point == "mid_decode" else 1}
                                  if name == node else {})}  # fmt: skip
 
-    leaving = stack("decode", heir="m4", step_s=0.02, **plan("m3"))
+    leaving = stack("decode", heir="m4", step_s=0.1, **plan("m3"))
     new = talk(answer=200)
     begun(jobs, new)
     other = stack("decode", step_s=0.001, **plan("m4"))
     leaving.send(signal.SIGTERM)
     victim = leaving if node == "m3" else other
-    assert victim.process.wait(30) == -signal.SIGKILL
+    assert victim.process.wait(90) == -signal.SIGKILL
     if node == "m3":
         # Before the step its jobs wait for it, after it they are the other's.
         stack("decode", node="m3")
@@ -209,7 +214,7 @@ def test_frozen_while_an_answer_leaves(
     client: redis.Redis, jobs: Jobs, stack: Any, point: str
 ) -> None:
     """The frozen one wakes up when another run has told all of it: nothing is told twice."""
-    frozen = stack("decode", node="m3", heir="m4", step_s=0.02, point=point, act="stop")
+    frozen = stack("decode", node="m3", heir="m4", step_s=0.1, point=point, act="stop", lease=3)
     new = talk(answer=200)
     begun(jobs, new)
     stack("decode", node="m4")
@@ -221,7 +226,7 @@ def test_frozen_while_an_answer_leaves(
     else:
         eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
         os.kill(frozen.process.pid, signal.SIGCONT)
-    frozen.process.wait(30)
+    frozen.process.wait(90)
     stack("decode", node="m3")
     job = completed(client, jobs, new)
     more = talk(answer=3, home=job.node, node=job.node)
@@ -235,10 +240,10 @@ def test_frozen_while_an_answer_leaves(
 @pytest.mark.parametrize("point", ["after_take", "mid_decode", "before_finish"])
 def test_the_taking_node_freezes(client: redis.Redis, jobs: Jobs, stack: Any, point: str) -> None:
     """The answer waits for it with its lease gone; when it wakes it is told once, from its log."""
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.02)
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.1)
     new = talk(answer=200)
     begun(jobs, new)
-    frozen = stack("decode", node="m4", step_s=0.001, point=point, act="stop")
+    frozen = stack("decode", node="m4", step_s=0.001, point=point, act="stop", lease=3)
     assert leaving.stop() == 0
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     stack("decode", node="m3")  # it looks after leases

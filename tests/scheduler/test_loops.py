@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import redis
 from jobs_kit import (
+    Hold,
     Server,
     Worker,
     answer,
@@ -63,7 +64,7 @@ def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
     yield from started(redis_url, lock_dir=str(tmp_path))
 
 
-def reaches(jobs: Jobs, resp: str, *states: Status, seconds: float = 30.0) -> Job:
+def reaches(jobs: Jobs, resp: str, *states: Status, seconds: float = 60.0) -> Job:
     """The job once it is in one of `states`."""
 
     def look() -> Job | None:
@@ -74,7 +75,7 @@ def reaches(jobs: Jobs, resp: str, *states: Status, seconds: float = 30.0) -> Jo
     return found
 
 
-def check_answer(client: redis.Redis, jobs: Jobs, new: NewJob, seconds: float = 60.0) -> Job:
+def check_answer(client: redis.Redis, jobs: Jobs, new: NewJob, seconds: float = 120.0) -> Job:
     job = jobs.wait(new.id, seconds)
     assert job.status == "completed", job.error
     assert answer(client, new.id) == oracle(new)
@@ -120,7 +121,7 @@ def test_killed_at_a_point_the_job_ends_once(
     jobs.accept(new)
     nth = 5 if point == "mid_decode" else 1
     victim = stack(role, point=point, nth=nth, **options)
-    assert victim.process.wait(30) == -signal.SIGKILL
+    assert victim.process.wait(90) == -signal.SIGKILL
     # The successor takes the lock of its dead predecessor, so it takes back the job at boot.
     stack(role, **options)
     job = check_answer(client, jobs, new)
@@ -137,7 +138,7 @@ def test_a_job_survives_that_redis_goes_away_when_it_has_just_been_taken(
     new = new_job(answer=8)
     jobs.accept(new)
     victim = stack("decode", point="mid_decode", nth=5, step_s=0.005)
-    assert victim.process.wait(30) == -signal.SIGKILL
+    assert victim.process.wait(90) == -signal.SIGKILL
     eventually(lambda: jobs.get(new.id).first_token_at, "it has said nothing")
     stack("decode", away_at_replay=True)
     check_answer(client, jobs, new)
@@ -182,11 +183,12 @@ FREEZING = [
 def test_frozen_past_its_lease_a_worker_cannot_finish(
     client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
 ) -> None:
-    options: dict[str, Any] = {"step_s": 0.005, "lease": 3}
+    options: dict[str, Any] = {"step_s": 0.005}
     stack("decode" if role == "prefill" else "prefill", **options)
     new = new_job(answer=8)
     jobs.accept(new)
-    frozen = stack(role, point=point, nth=2 if point == "mid_decode" else 1, act="stop", **options)
+    nth = 2 if point == "mid_decode" else 1
+    frozen = stack(role, point=point, nth=nth, act="stop", lease=3, **options)
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     before = jobs.get(new.id)
     # Another machine's worker of the same queue: it must wait for the lease.
@@ -212,9 +214,9 @@ def test_a_job_that_kills_its_worker_each_time_fails_clearly(
     jobs.accept(new)
     for _ in range(2):
         worker = stack("prefill", point="mid_prefill", max_attempts=2)
-        assert worker.process.wait(30) == -signal.SIGKILL
+        assert worker.process.wait(90) == -signal.SIGKILL
     stack("prefill", max_attempts=2)
-    job = jobs.wait(new.id, 30)
+    job = jobs.wait(new.id, 60)
     assert job.status == "failed"
     assert job.error is not None
     assert job.error["code"] == "worker_lost"
@@ -233,7 +235,7 @@ def test_an_engine_error_concerns_its_own_job_only(
         jobs.accept(new)
     for new in good:
         check_answer(client, jobs, new)
-    job = jobs.wait(bad.id, 30)
+    job = jobs.wait(bad.id, 60)
     if where == "tail":
         assert job.status == "completed", "the decode node prefills by itself"
         assert job.handoff is not None
@@ -260,9 +262,13 @@ def test_a_decode_that_asks_for_it_gets_another_prefill(
 
 @pytest.mark.parametrize("state", ["prefilling", "handing_off", "decoding"])
 def test_cancel_acts_at_the_next_chunk_or_step(
-    client: redis.Redis, jobs: Jobs, stack: Any, state: Status
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path, state: Status
 ) -> None:
-    stack("prefill", chunk_s=0.05, tail_s=0.3)
+    # It stays in its state until it has been cancelled; an answer is long enough by itself.
+    hold = Hold(tmp_path, "mid_hand_off" if state == "handing_off" else "mid_prefill", 2)
+    if state == "handing_off":
+        hold.spec["nth"] = 1
+    stack("prefill", **({} if state == "decoding" else hold.spec), chunk_s=0.05)
     stack("decode", step_s=0.02)
     new, next_one = (new_job(tokens=40, answer=n) for n in (100_000, 3))
     jobs.accept(new)
@@ -270,8 +276,11 @@ def test_cancel_acts_at_the_next_chunk_or_step(
     reaches(jobs, new.id, state)
     if state == "decoding":
         eventually(lambda: jobs.get(new.id).first_token_at, "no token")
+    else:
+        hold.reached()
     jobs.cancel(new.id)
-    job = jobs.wait(new.id, 10)
+    hold.release()
+    job = jobs.wait(new.id, 60)
     assert (job.status, job.error) == ("cancelled", None)
     log = events.read(client, new.id)
     assert log[-1].data["status"] == "cancelled"
@@ -294,28 +303,38 @@ def test_a_burst_of_cancels_leaves_a_working_queue(
     for new in news[5:]:
         jobs.cancel(new.id)
     for new in news[:5]:
-        job = jobs.wait(new.id, 30)
+        job = jobs.wait(new.id, 60)
         assert job.status == "completed"
         assert answer(client, new.id) == oracle(new)
     for new in news[5:]:
-        assert jobs.wait(new.id, 30).status in ("cancelled", "completed")
+        assert jobs.wait(new.id, 60).status in ("cancelled", "completed")
         answer(client, new.id)
     eventually(lambda: not client.exists("tandem:leases"), "leases are left")
     assert_idle(client)
 
 
-def test_sigterm_finishes_what_runs(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
-    prefill = stack("prefill", chunk_s=0.05)
-    decode = stack("decode", step_s=0.02)
+def test_sigterm_finishes_what_runs(
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
+) -> None:
+    # Each is told to stop while it runs something: the second prompt, and both answers.
+    second, said = Hold(tmp_path, "mid_prefill", 5), Hold(tmp_path, "mid_decode", 3)
+    prefill = stack("prefill", **second.spec)
     news = [new_job(answer=150) for _ in range(2)]
     for new in news:
         jobs.accept(new)
-    reaches(jobs, news[0].id, "decoding")
-    reaches(jobs, news[1].id, "prefilling")
-    assert prefill.stop() == 0
+    second.reached()
+    assert jobs.get(news[1].id).status == "prefilling"
+    prefill.send(signal.SIGTERM)
+    second.release()
+    assert prefill.process.wait(90) == 0
     assert jobs.get(news[1].id).stage == "decode"
-    reaches(jobs, news[1].id, "decoding")
-    assert decode.stop() == 0
+    decode = stack("decode", step_s=0.01, **said.spec)
+    said.reached()
+    for new in news:
+        reaches(jobs, new.id, "decoding")
+    decode.send(signal.SIGTERM)
+    said.release()
+    assert decode.process.wait(90) == 0
     for new in news:
         check_answer(client, jobs, new)
     assert_idle(client)
@@ -342,44 +361,62 @@ def test_after_its_grace_a_worker_hands_back(
         reaches(jobs, new.id, "handing_off")
 
 
-def test_a_second_signal_hands_back_at_once(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
-    worker = stack("prefill", chunk_s=8.0, drain=60)
+def test_a_second_signal_hands_back_at_once(
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
+) -> None:
+    chunk = Hold(tmp_path, "mid_prefill")
+    worker = stack("prefill", drain=600, **chunk.spec)
     new = new_job(tokens=40)
     jobs.accept(new)
-    reaches(jobs, new.id, "prefilling")
+    chunk.reached()
     worker.send(signal.SIGTERM)
-    # The same signal within half a second is taken for an echo of the first.
-    eventually(lambda: client.ttl("tandem:nothing") == -2, "")
-    time.sleep(0.6)
-    worker.send(signal.SIGTERM)
-    job = reaches(jobs, new.id, "queued", seconds=7.0)
-    assert job.attempts == 0
-    assert worker.process.wait(30) == 0
+
+    def handed_back() -> bool:
+        # The same signal within half a second is taken for an echo of the first.
+        time.sleep(0.6)
+        if jobs.get(new.id).status == "prefilling":
+            worker.send(signal.SIGTERM)
+        return jobs.get(new.id).status == "queued"
+
+    eventually(handed_back, "it is not handed back")
+    assert jobs.get(new.id).attempts == 0
+    chunk.release()
+    assert worker.process.wait(90) == 0
 
 
 def test_a_hand_off_that_takes_too_long_is_given_back(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    worker = stack("prefill", tail_s=8.0, drain=0)
+    tail = Hold(tmp_path, "mid_hand_off")
+    worker = stack("prefill", drain=0, **tail.spec)
     new = new_job()
     jobs.accept(new)
-    reaches(jobs, new.id, "handing_off")
+    tail.reached()
+    assert jobs.get(new.id).status == "handing_off"
     worker.send(signal.SIGTERM)
-    assert reaches(jobs, new.id, "queued", seconds=7.0).attempts == 0
-    assert worker.process.wait(30) == 0
+    assert reaches(jobs, new.id, "queued").attempts == 0
+    tail.release()
+    assert worker.process.wait(90) == 0
     assert jobs.get(new.id).status == "queued", "what came of it later counts for nothing"
     stack("prefill")
     reaches(jobs, new.id, "handing_off")
 
 
-def test_several_nodes_share_the_work(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
-    for node in ("m5", "m6"):
-        stack("prefill", node=node, chunk_s=0.02)
+def test_several_nodes_share_the_work(
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
+) -> None:
+    firsts = [Hold(tmp_path, "mid_prefill") for _ in range(2)]
+    for node, first in zip(("m5", "m6"), firsts, strict=True):
+        stack("prefill", node=node, chunk_s=0.02, **first.spec)
     for node in ("m3", "m4"):
         stack("decode", node=node)
     news = [new_job(node=("m3", "m4")[k % 2]) for k in range(12)]
     for new in news:
         jobs.accept(new)
+    for first in firsts:  # one that starts late takes its share as well
+        first.reached()
+    for first in firsts:
+        first.release()
     ran: dict[str, set[Any]] = {"m3": set(), "m4": set()}
     for new in news:
         job = check_answer(client, jobs, new)
@@ -399,7 +436,7 @@ def test_two_workers_of_one_node_and_role_are_refused(stack: Any, jobs: Jobs) ->
     jobs.accept(new)
     reaches(jobs, new.id, "handing_off")
     second = stack("prefill", quiet=True)
-    _, stderr = second.process.communicate(timeout=30)
+    _, stderr = second.process.communicate(timeout=90)
     assert second.process.returncode == 1
     assert b"another process serves prefill-local" in stderr
     assert first.process.poll() is None
@@ -410,16 +447,21 @@ def test_redis_killed_mid_run_loses_nothing(durable_redis: Server, tmp_path: Pat
     client = connect(url)
     jobs = Jobs(client)
     options: dict[str, Any] = {"lock_dir": str(tmp_path), "log": "CRITICAL", "step_s": 0.01}
+    prompt, said = Hold(tmp_path, "mid_prefill", 6 * 2 + 3), Hold(tmp_path, "mid_decode", 5)
     with (
-        Worker("prefill", url, chunk_s=0.05, **options),
-        Worker("decode", url, **options) as decode,
+        Worker("prefill", url, **options, **prompt.spec),
+        Worker("decode", url, **options, **said.spec) as decode,
     ):
         news = [new_job(answer=100, tokens=60) for _ in range(4)]
         for new in news:
             jobs.accept(new)
-        reaches(jobs, news[0].id, "decoding")
-        reaches(jobs, news[2].id, "prefilling")
+        said.reached()
+        prompt.reached()
+        assert jobs.get(news[0].id).status == "decoding"
+        assert jobs.get(news[2].id).status == "prefilling"
         durable_redis.kill()
+        prompt.release()
+        said.release()
         time.sleep(1.0)  # an outage has to last; nothing is being waited for
         durable_redis.start()
         for new in news:
@@ -430,22 +472,29 @@ def test_redis_killed_mid_run_loses_nothing(durable_redis: Server, tmp_path: Pat
         jobs.accept(long)
         reaches(jobs, long.id, "decoding")
         jobs.cancel(long.id)
-        assert jobs.wait(long.id, 30.0).status == "cancelled"
+        assert jobs.wait(long.id, 60).status == "cancelled"
         eventually(lambda: not client.exists("tandem:leases"), "leases are left")
         assert decode.stop() == 0
     assert_idle(client)
     client.close()
 
 
-def test_a_full_redis_delays_and_loses_nothing(redis_url: str, client: redis.Redis) -> None:
+def test_a_full_redis_delays_and_loses_nothing(
+    redis_url: str, client: redis.Redis, tmp_path: Path
+) -> None:
     jobs = Jobs(client)
     options: dict[str, Any] = {"log": "CRITICAL", "step_s": 0.01, "chunk_s": 0.02}
-    with Worker("prefill", redis_url, **options), Worker("decode", redis_url, **options):
+    said = Hold(tmp_path, "mid_decode", 5)
+    with (
+        Worker("prefill", redis_url, **options),
+        Worker("decode", redis_url, **options, **said.spec),
+    ):
         news = [new_job(answer=60, tokens=60) for _ in range(4)]
         for new in news:
             jobs.accept(new)
-        reaches(jobs, news[0].id, "decoding")
+        said.reached()
         client.config_set("maxmemory", 1)
+        said.release()
         try:
             time.sleep(1.0)  # it has to last; nothing is being waited for
             assert not all(jobs.get(new.id).ended for new in news)

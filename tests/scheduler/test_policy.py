@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from chaos_points import write_pid
 from jobs_kit import Worker, answer, assert_idle, eventually, new_job, oracle
 
 from scheduler import policy, scripts
@@ -178,11 +180,13 @@ def test_pick_list_and_cancel_among_very_many(client: redis.Redis) -> None:
 
 
 def test_a_long_prefill_is_parked_and_nothing_is_computed_twice(
-    client: redis.Redis, redis_url: str, jobs: Jobs
+    client: redis.Redis, redis_url: str, jobs: Jobs, tmp_path: Path
 ) -> None:
     client.set("tandem:rate:prefill", 200)
+    limit = tmp_path / "limit"
+    write_pid(limit, 50)  # no further, until the short one has come and gone
     with (
-        Worker("prefill", redis_url, chunk_s=0.05, parks=2),
+        Worker("prefill", redis_url, chunk_s=0.01, parks=2, limit=str(limit)),
         Worker("decode", redis_url),
     ):
         long = new_job(tokens=401)
@@ -190,9 +194,10 @@ def test_a_long_prefill_is_parked_and_nothing_is_computed_twice(
         eventually(lambda: jobs.get(long.id).prefilled_tokens >= 50, "the long one does not begin")
         short = new_job(tokens=21)
         jobs.accept(short)
-        first = jobs.wait(short.id, 30)
+        first = jobs.wait(short.id, 60)
         assert not jobs.get(long.id).ended
-        second = jobs.wait(long.id, 30)
+        write_pid(limit, 1000)
+        second = jobs.wait(long.id, 60)
         for new, job in ((short, first), (long, second)):
             assert job.status == "completed"
             assert answer(client, new.id) == oracle(new)

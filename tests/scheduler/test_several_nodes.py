@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import redis
+from chaos_points import write_pid
 from jobs_kit import (
+    Hold,
     Worker,
     completed,
     eventually,
@@ -84,9 +86,10 @@ def test_a_prefill_node_that_leaves_is_drained(
 
 
 def test_what_a_dead_prefill_node_ran_goes_to_the_other(
-    client: redis.Redis, jobs: Jobs, start: Start
+    client: redis.Redis, jobs: Jobs, start: Start, tmp_path: Path
 ) -> None:
-    dead = start("prefill", "m5", chunk_s=0.05)
+    write_pid(tmp_path / "limit", 100)
+    dead = start("prefill", "m5", lease=3, limit=str(tmp_path / "limit"))
     start("decode", "m3")
     new = new_job(node="m3", tokens=400)
     jobs.accept(new)
@@ -105,7 +108,7 @@ def test_a_dead_decode_node_keeps_its_jobs_and_no_others(
 ) -> None:
     """Its conversations are there: their turns wait for it, while the other node goes on."""
     start("prefill", "m5")
-    dead, _ = start("decode", "m3", step_s=0.02), start("decode", "m4")
+    dead, _ = start("decode", "m3", step_s=0.1, lease=3), start("decode", "m4")
     homed = new_job(node="m3", answer=200)
     jobs.accept(homed)
     eventually(lambda: jobs.get(homed.id).first_token_at, "it does not decode")
@@ -122,15 +125,18 @@ def test_a_dead_decode_node_keeps_its_jobs_and_no_others(
 
 
 def test_a_decode_node_that_leaves_ends_what_it_runs(
-    client: redis.Redis, jobs: Jobs, start: Start
+    client: redis.Redis, jobs: Jobs, start: Start, tmp_path: Path
 ) -> None:
     start("prefill", "m5")
-    leaving, _ = start("decode", "m3", step_s=0.02, slots=1), start("decode", "m4")
+    said = Hold(tmp_path, "mid_decode", 5)
+    leaving, _ = start("decode", "m3", slots=1, **said.spec), start("decode", "m4")
     news = [new_job(node="m3", answer=40) for _ in range(2)]
     for new in news:
         jobs.accept(new)
-    eventually(lambda: any(jobs.get(new.id).first_token_at for new in news), "nothing decodes")
-    assert leaving.stop() == 0
+    said.reached()
+    leaving.send(15)
+    said.release()
+    assert leaving.process.wait(90) == 0
     ended = [new for new in news if jobs.get(new.id).ended]
     assert len(ended) == 1, "the row that ran was finished, the other one waits"
     start("decode", "m3")

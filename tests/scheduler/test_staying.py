@@ -44,7 +44,7 @@ def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
 
 
 def check(client: redis.Redis, jobs: Jobs, new: NewJob) -> Job:
-    job = jobs.wait(new.id, 60)
+    job = jobs.wait(new.id, 120)
     assert job.status == "completed", job.error
     assert answer(client, new.id) == oracle(new)
     return job
@@ -78,19 +78,25 @@ def test_the_measured_rate_is_that_of_the_prefill(
     job = check(client, jobs, new)
     assert late(job) == 20
     rate = float(client.get("tandem:rate:prefill") or 0)
-    assert rate > 399 / (20 * 0.05), "a second of decoding was taken for prefill"
+    assert job.first_token_at is not None
+    before = job.first_token_at - job.times["prefilling"]  # with the first step of decoding
+    assert rate > 399 / before, "a second of decoding was taken for prefill"
 
 
 def test_who_comes_next_does_not_wait_for_the_answer(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    stack("prefill", step_s=0.02), stack("decode", step_s=0.01)
-    long, short = new_job(answer=500, tokens=30), new_job(answer=3, tokens=30)
+    stack("prefill", step_s=0.02), stack("decode", step_s=0.001)
+    # Once it has moved, the long answer goes on only when the short one has ended.
+    goes_on = tmp_path / "go"
+    long = new_job(answer=500, tokens=30, request={"until": str(goes_on)})
+    short = new_job(answer=3, tokens=30)
     jobs.accept(long)
     eventually(lambda: jobs.get(long.id).first_token_at, "it does not begin")
     jobs.accept(short)
     check(client, jobs, short)
     assert not jobs.get(long.id).ended
+    goes_on.touch()
     assert 0 < late(check(client, jobs, long)) < 500
     assert_idle(client)
 
@@ -115,7 +121,7 @@ def test_a_cancelled_answer_ends_once(client: redis.Redis, jobs: Jobs, stack: An
     jobs.accept(new)
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     jobs.cancel(new.id)
-    assert jobs.wait(new.id, 30).status == "cancelled"
+    assert jobs.wait(new.id, 60).status == "cancelled"
     again = new_job(answer=2, tokens=30)
     jobs.accept(again)
     check(client, jobs, again)
@@ -128,19 +134,21 @@ def test_killed_while_an_answer_moves(
     client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
 ) -> None:
     options: dict[str, Any] = {"step_s": 0.005}
-    other = stack("decode" if role == "prefill" else "prefill", **options)
+    slow = {"prefill": {"step_s": 0.05}, "decode": options}  # it has not ended when more comes
+    other = "decode" if role == "prefill" else "prefill"
+    kept = stack(other, **slow[other])
     nth = {"mid_late": 4, "mid_decode": 4, "after_handing_off": 2}.get(point, 1)
-    victim = stack(role, point=point, nth=nth, **options)
+    victim = stack(role, point=point, nth=nth, **slow[role])
     new = new_job(answer=120, tokens=40)
     jobs.accept(new)
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     more = new_job(answer=2, tokens=30)
     jobs.accept(more)  # so that it moves in the middle
-    assert victim.process.wait(30) == -signal.SIGKILL
+    assert victim.process.wait(90) == -signal.SIGKILL
     stack(role, **options)
     check(client, jobs, new)
     check(client, jobs, more)
-    assert other.process.poll() is None
+    assert kept.process.poll() is None
     eventually(lambda: not client.exists("tandem:leases"), "leases are left")
     assert_idle(client)
 
@@ -151,13 +159,13 @@ def test_frozen_while_an_answer_moves(
     client: redis.Redis, jobs: Jobs, stack: Any, point: str
 ) -> None:
     """The frozen one wakes up when another has told all of it: nothing is told twice."""
-    options: dict[str, Any] = {"step_s": 0.005, "lease": 3}
+    options: dict[str, Any] = {"step_s": 0.005}
     stack("decode", **options)
-    nth = 4 if point == "mid_late" else 1
-    frozen = stack("prefill", point=point, nth=nth, act="stop", **options)
+    # What was said shortly before may not be written yet, and is told by the next run then.
+    nth = 40 if point == "mid_late" else 1
+    frozen = stack("prefill", point=point, nth=nth, act="stop", lease=3, **options)
     new = new_job(answer=60, tokens=40)
     jobs.accept(new)
-    eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     stack("prefill", node="other", **options)
     job = check(client, jobs, new)
