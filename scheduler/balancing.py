@@ -7,7 +7,7 @@ interrupted leaves nothing half done, and whoever begins again plans from what i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -36,7 +36,11 @@ class Done:
 
 
 class Balancing:
-    """Raises what Redis raises, and StoreError where a store cannot be asked."""
+    """Raises what Redis raises, and StoreError where the store that is moved from cannot be asked.
+
+    `away`: decode nodes that could not be asked since `holders`, and why. They give and get
+    nothing, and hold up no other.
+    """
 
     def __init__(
         self, client: redis.Redis, *, limit: int, above: float = ABOVE, idle: float = 0.0
@@ -46,10 +50,12 @@ class Balancing:
         self._client = client
         self._nodes, self._homes = Nodes(client), Homes(client)
         self._limit, self._above, self._idle = limit, above, idle
+        self.away: dict[str, str] = {}
 
     def holders(self) -> list[Holder]:
-        """The decode nodes that are ready, as they stand now."""
-        return [self._holder(node) for node in self._ready()]
+        """The decode nodes that are ready and can be asked, as they stand now."""
+        self.away = {}
+        return self._holders(self._ready())
 
     def plan(self, holders: Sequence[Holder], only: str = "") -> list[Move]:
         """What should move, of node `only` where it is named."""
@@ -91,7 +97,9 @@ class Balancing:
             if now.stays or now.used > move.kept.used:
                 return Done(move, why="it is in use, or was pinned")
             # What was moved before may have taken up more or less than was thought.
-            again = plan([self._holder(one) for one in nodes.values()], [now], left, self._above)
+            again = plan(self._holders(nodes.values()), [now], left, self._above)
+            if node.name in self.away:
+                return Done(move, why=f"its node cannot be asked: {self.away[node.name]}")
             if not again:
                 return Done(move, why="it is of no use any more")
             try:
@@ -104,6 +112,17 @@ class Balancing:
 
     def _ready(self) -> list[Node]:
         return [n for n in self._nodes.list("decode") if n.state == "ready" and n.rpc]
+
+    def _holders(self, nodes: Iterable[Node]) -> list[Holder]:
+        found: list[Holder] = []
+        for node in nodes:
+            if node.name in self.away:
+                continue
+            try:
+                found.append(self._holder(node))
+            except StoreError as error:
+                self.away[node.name] = str(error)
+        return found
 
     def _holder(self, node: Node) -> Holder:
         with closing(store_of(node, _ASK)) as store:

@@ -8,6 +8,7 @@ import threading
 import redis
 
 from scheduler.balancing import Balancing, Done
+from store.errors import StoreError
 
 log = logging.getLogger("tandem.decode")
 EVERY = 60.0
@@ -36,13 +37,20 @@ class Evening:
         self._work = Balancing(client, limit=limit, above=above, idle=idle)
         self._stopped = threading.Event()
         self._trouble = ""
+        self._away: dict[str, str] = {}
         self._thread = threading.Thread(target=self._run, name="evening", daemon=True)
         self._thread.start()
 
     def look(self) -> int:
         """Move what should move now; how many did. Raises StoreError, and what Redis raises."""
         moved: list[Done] = []
-        moves = self._work.plan(self._work.holders(), self._node)
+        holders, away = self._work.holders(), self._work.away
+        if self._node in away:
+            raise StoreError(f"{self._node} cannot be asked: {away[self._node]}")
+        for name in sorted(away.keys() - self._away.keys()):  # once: it may last for days
+            log.warning("decode node %s is given nothing: %s", name, away[name])
+        self._away = dict(away)
+        moves = self._work.plan(holders, self._node)
         self._work.run(
             moves,
             lambda done: moved.append(done) if done.moved is not None else None,

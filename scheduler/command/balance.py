@@ -58,10 +58,16 @@ def balance(client: redis.Redis, args: argparse.Namespace) -> int:
         raise ConfigError("--gb is above 0, --above from 0 to below 100, --idle 0 or more")
     work = Balancing(client, limit=int(args.gb * GB), above=args.above / 100, idle=args.idle)
     holders = work.holders()
+    away = dict(work.away)
     if len(holders) < 2:
-        raise ConfigError("there are no two decode nodes that are ready: see `tandem node list`")
+        left = "".join(f"; {name} is left out: {why}" for name, why in away.items())
+        raise ConfigError(
+            f"there are no two decode nodes that are ready: see `tandem node list`{left}"
+        )
     moves = work.plan(holders)
     if not args.json:
+        for name, why in away.items():
+            print(f"{name} is left out: {why}")
         _show(holders, moves, args.above / 100)
     done: list[Done] = []
     cut = False
@@ -73,7 +79,7 @@ def balance(client: redis.Redis, args: argparse.Namespace) -> int:
     told = [one for one in done if one.moved is not None]
     stayed = [one for one in done if one.moved is None]
     if args.json:
-        print(json.dumps(_plain(holders, moves, done, cut, args.dry_run)))
+        print(json.dumps({**_plain(holders, moves, done, cut, args.dry_run), "not_asked": away}))
     elif moves and not args.dry_run:
         nbytes = sum(int(one.moved["bytes"]) for one in told if one.moved is not None)
         print(f"{len(told)} conversations moved, {nbytes / GB:,.3f} GB; {len(stayed)} stayed")

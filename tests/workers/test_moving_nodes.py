@@ -16,7 +16,9 @@ from test_late_engine import ids
 from engine.model import Model
 from scheduler.cli import main
 from scheduler.homes import Homes
+from scheduler.nodes import Node, Nodes, Presence
 from scheduler.redis_client import connect
+from store.errors import StoreError
 from store.rpc import StoreClient
 from worker_decode.evening import Evening
 
@@ -184,6 +186,34 @@ def test_one_that_left_meanwhile_holds_up_no_other(
         TALKS[0], "it went to another node meanwhile",
     )  # fmt: skip
     assert [one["conversation"] for one in told["moved"]] == [TALKS[1]]
+
+
+def test_a_node_that_cannot_be_asked_holds_up_no_other(
+    uneven: Pair, balance: Run, redis_url: str
+) -> None:
+    """It serves its store to its own machine only, or nobody answers there."""
+    presence = []
+    for name, rpc, secret in (("m5", "/elsewhere/store", ""), ("m6", "127.0.0.1:9", "ab" * 32)):
+        entry = Node("decode", name, state="ready", rpc=rpc, secret=secret)
+        presence.append(Presence(redis_url, entry).start())
+    nodes = Nodes(uneven.client)
+    eventually(lambda: len(nodes.list("decode")) == 4, "the nodes are not published")
+    status, told, _ = balance("--dry-run", "--json")
+    assert status == 0
+    assert sorted(one["name"] for one in told["nodes"]) == ["m3", "m4"]
+    assert told["plan"]
+    assert "set store.rpc_host" in told["not_asked"]["m5"]
+    assert "m6" in told["not_asked"]
+    assert "m5 is left out: " in balance("--dry-run")[1]
+    near = Evening(connect(redis_url), "m3", 0.5, every=3600.0)
+    assert near.look() > 0
+    near.close()
+    far = Evening(connect(redis_url), "m5", 0.5, every=3600.0)
+    with pytest.raises(StoreError, match="m5"):
+        far.look()
+    far.close()
+    for one in presence:
+        one.stop()
 
 
 @pytest.mark.rotate(2)
