@@ -72,19 +72,23 @@ class Sidecar:
         )
         self._reader = threading.Thread(target=self._read, name="link-child", daemon=True)
         self._reader.start()
-        self._tell(
-            {
-                "fd": self._memory.fd,
-                "rank": plan.rank,
-                "epoch": plan.epoch,
-                "nonce": plan.nonce.hex(),
-                "fabric": plan.fabric,
-                "deadline": form_seconds,
-                "redis_url": plan.redis_url,
-                "link": plan.link,
-            }
-        )
         self._form_seconds = form_seconds
+        try:
+            self._tell(
+                {
+                    "fd": self._memory.fd,
+                    "rank": plan.rank,
+                    "epoch": plan.epoch,
+                    "nonce": plan.nonce.hex(),
+                    "fabric": plan.fabric,
+                    "deadline": form_seconds,
+                    "redis_url": plan.redis_url,
+                    "link": plan.link,
+                }
+            )
+        except LinkError:  # it has ended already, and nobody gets what is held for it
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -43,7 +44,7 @@ from transport.errors import LinkError
 from transport.protocol import Form, Meet
 from transport.receiver import Receiver
 from transport.sender import Sender
-from transport.sidecar import COMMAND
+from transport.sidecar import COMMAND, Plan, Sidecar
 
 __all__ = ["client", "redis_socket"]
 
@@ -171,6 +172,27 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     while Path(f"/proc/{child}").exists() and _state(child) != "Z":
         assert time.monotonic() < limit, "the child is still there"
         time.sleep(0.05)
+
+
+def test_nothing_is_held_for_a_child_that_ends_before_it_is_told_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = subprocess.Popen
+
+    def ended(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
+        child: subprocess.Popen[bytes] = started(*command, **options)
+        child.wait(20)
+        return child
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", ended)
+    files = open_files()
+    plan = Plan("ring", 0, 1, bytes(16), ("127.0.0.1:1", "127.0.0.1:2"), command=("false",))
+    with pytest.raises(LinkError, match="has ended"):
+        Sidecar(plan)
+    assert open_files() <= files
+    assert link_threads() == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def _state(pid: int) -> str:
