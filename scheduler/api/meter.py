@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler.api.stream import DIRECT
+from scheduler.api.stream import DIRECT, WIRE
+from scheduler.api.wire import Wire
 
 if TYPE_CHECKING:
     from scheduler.api.metrics import Metrics
@@ -32,7 +33,7 @@ class Meter:
                 status = message["status"]
             await send(message)
 
-        scope[DIRECT] = send
+        scope[DIRECT], scope[WIRE] = send, Wire.of(scope, receive)
         try:
             await self._app(scope, receive, watched)
         finally:

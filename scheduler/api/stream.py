@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler import events
 from scheduler.api.lane import Lane, body
+from scheduler.api.wire import Wire
 from scheduler.events import Event
 
 log = logging.getLogger("tandem.api")
@@ -315,6 +316,8 @@ class EventHub:
 
 DIRECT = "tandem.send"
 """Key of a request's scope: the way to the client that nothing in between looks at."""
+WIRE = "tandem.wire"
+"""Key of a request's scope: the connection itself, where it can be written to."""
 
 
 class EventStream(Response):
@@ -346,7 +349,7 @@ class EventStream(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         # What stands between looks at how an answer begins: every further piece passes it by.
-        sending = asyncio.create_task(self._send(scope.get(DIRECT, send)))
+        sending = asyncio.create_task(self._send(scope.get(DIRECT, send), scope.get(WIRE)))
         leaving = asyncio.create_task(gone(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -360,8 +363,8 @@ class EventStream(Response):
             await asyncio.gather(sending, leaving, return_exceptions=True)
             await self._lane.close()
 
-    async def _send(self, send: Send) -> None:
-        self._lane.open(send)
+    async def _send(self, send: Send, wire: Wire | None) -> None:
+        self._lane.open(send, wire)
         async with contextlib.aclosing(self._chunks) as chunks:
             async for chunk in chunks:
                 await self._lane.drained()
