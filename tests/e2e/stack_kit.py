@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from store.rpc import StoreClient
 
 #: A safety net, not a measure: nothing here takes so long.
 DEADLINE = 240.0
+#: For stacks whose Redis is killed.
+QUICK = {"drain_seconds": 5.0, "lease_seconds": 8}
 
 
 def short_directory() -> Path:
@@ -41,7 +44,9 @@ class Running:
             "api": {"port": free_port()},
             "prefill": {"chunk": 64},
             "store": {"idle_seconds": 0.2, "size_gb": 1.0},
-            "jobs": {"drain_seconds": 5.0, "lease_seconds": 4},
+            # A lease that outlasts a machine that stalls: what a worker that dies here ran is free
+            # when its successor starts. Where Redis dies, all wait for one lease (QUICK).
+            "jobs": {"drain_seconds": 5.0, "lease_seconds": 30},
         }
         for name, values in sections.items():
             tree[name] = {**tree.get(name, {}), **values}
@@ -138,6 +143,16 @@ class Running:
         pid = self.pid(name)
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """A service stands still meanwhile, so that nothing that is done here comes too late."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def wait_back(self, name: str, old: int) -> None:
         """Wait until another process serves under `name` and the stack is ready."""

@@ -68,11 +68,13 @@ def test_data_directory_without_a_name(model_dir: Path) -> None:
 
 
 def test_data_directory_used_by_another_tandem(stack: Running) -> None:
+    pids = [stack.pid(name) for name in ("api", "redis", "decode", "prefill")]
     done = tandem("up", "--data", str(stack.config.data_dir),
                   "--model", str(stack.config.model_dir), "--port", str(free_port()))  # fmt: skip
     assert done.returncode == 2
     assert "in use by another Tandem" in one_line(done)
-    assert stack.stack.facts()["ready"]
+    stack.until(lambda: stack.stack.facts().get("ready"), "the other one to be ready")
+    assert [stack.pid(name) for name in ("api", "redis", "decode", "prefill")] == pids
 
 
 def test_redis_not_reachable(data: str, model_dir: Path) -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from stack_kit import Running, solo
+from stack_kit import QUICK, Running, running, solo
 
 from scheduler import owners
 
 TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path) -> Iterator[Running]:
+    yield from running(model_dir, jobs=QUICK)
 
 
 @pytest.mark.rotate(4)

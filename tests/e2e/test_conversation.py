@@ -10,6 +10,8 @@ import pytest
 from openai import OpenAI
 from stack_kit import Running, short_directory, text_of
 
+#: On a slow machine one answer may be over before the next has been asked for.
+TRIES = 6
 TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
 
 
@@ -31,6 +33,7 @@ def test_official_client_submits_in_background_resumes_by_id_and_streams(stack: 
     assert stack.output_ids(first.id) == stack.solo(first.id)
 
     state = stack.saved(first.id)
+    stack.post(input="Meanwhile.", max_output_tokens=1)  # what is saved has left memory after it
     stream = client.responses.create(
         model=stack.config.model_name,
         input="What did it take out of its pocket?",
@@ -127,13 +130,17 @@ def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
 
 def test_conversations_are_decoded_together(stack: Running) -> None:
     questions = ["Count to ten.", "Say the alphabet.", "List the days of the week."]
-    ids = [
-        stack.post(input=question, background=True, max_output_tokens=24)["id"]
-        for question in questions
-    ]
-    done = [stack.ended(identity) for identity in ids]
-    widths = {width for one in done for width in one["tandem"]["details"]["widths"]}
-    assert widths - {"1"}, "no step had more than one row"
+    for _ in range(TRIES):
+        ids = [
+            stack.post(input=question, background=True, max_output_tokens=24)["id"]
+            for question in questions
+        ]
+        done = [stack.ended(identity) for identity in ids]
+        widths = {width for one in done for width in one["tandem"]["details"]["widths"]}
+        if widths - {"1"}:
+            break
+    else:
+        raise AssertionError("no step had more than one row")
     for one in done:
         assert text_of(one)
         assert stack.output_ids(one["id"]) == stack.solo(one["id"])

@@ -48,7 +48,9 @@ def test_an_answer_moves_when_another_prompt_comes(stack: Running) -> None:
     stack.until(
         lambda: "first_token" in stack.get(first["id"])["tandem"]["times"], "the first token"
     )
-    second = stack.post(input="Name a colour.", max_output_tokens=4)
+    with stack.held("prefill"):
+        second = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
+    stack.ended(second["id"])
     done = stack.ended(first["id"])
     late = done["tandem"]["handoff"]["late"]
     assert late["stayed"]

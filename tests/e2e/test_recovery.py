@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
-from stack_kit import Running, text_of
+from stack_kit import QUICK, Running, running, text_of
 
 TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
 TERMINAL = ("response.completed", "response.incomplete", "response.failed")
+
+
+@pytest.fixture(scope="module")
+def stack(model_dir: Path) -> Iterator[Running]:
+    yield from running(model_dir, jobs=QUICK)
 
 
 def assert_ended_once(stack: Running, identity: str) -> None:
@@ -45,7 +52,7 @@ def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
 @pytest.mark.rotate(2)
 def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None:
     identity = stack.post(
-        input=f"{TEXT[:1500]}\n\nTell the story again.", background=True, max_output_tokens=48
+        input=f"{TEXT[:1500]}\n\nTell the story again.", background=True, max_output_tokens=96
     )["id"]
     stack.until(
         lambda: stack.get(identity)["tandem"]["times"].get("first_token") is not None,
