@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import uvicorn
 from api_kit import make_model_dir
 from openai import OpenAI
+from redis_kit import eventually
 
 from scheduler.api import items
 from scheduler.api.app import create_app
@@ -21,7 +21,7 @@ from scheduler.api.backend import Backend
 from scheduler.api.output import Output, Piece
 from scheduler.api.tokenizer import Tokenizer
 from scheduler.config import Config, decode_queue
-from scheduler.nodes import Node, Presence
+from scheduler.nodes import Node, Nodes, Presence
 from scheduler.record import Job, Result
 from scheduler.redis_client import connect
 from scheduler.runs import Runs
@@ -61,7 +61,7 @@ class Workers(threading.Thread):
         self.config = config
         self.store = store
         self.tokenizer = tokenizer
-        self.runs = Runs(connect(config.redis_url, patience=0), config.jobs)
+        self.runs = Runs(connect(config.redis_url, timeout=60.0, patience=0), config.jobs)
         self.say: Say = lambda job: f"You sent {job.prompt_tokens} tokens. 東京 👩‍👩‍👧 é!"
         self.script: Callable[[Job], Script] | None = None
         self.may_prefill = Gate()
@@ -82,7 +82,9 @@ class Workers(threading.Thread):
         """End the thread."""
         self.open()
         self.ended.set()
-        self.join(10)
+        if self.is_alive():
+            self.join(60)
+            assert not self.is_alive(), "the workers do not end"
 
     def run(self) -> None:
         while not self.ended.is_set():
@@ -275,8 +277,9 @@ class Stack:
         assert self.config.model_dir is not None
         self.tokenizer = Tokenizer.load(self.config.model_dir)
         self.workers = self.make_workers()
+        # Kept for as long as a busy machine may keep the thread that renews it from running.
         self.present = [
-            Presence(redis_url, Node(role, "local", state="ready"))  # type: ignore[arg-type]  # role
+            Presence(redis_url, Node(role, "local", state="ready"), ttl=60)  # type: ignore[arg-type]  # role
             for role in ("prefill", "decode")
         ]
         self.server: uvicorn.Server
@@ -305,26 +308,38 @@ class Stack:
         self.backend: Backend = app.state.backend
         self.server = uvicorn.Server(
             uvicorn.Config(
-                app, port=self.port, log_level="warning", timeout_graceful_shutdown=1, ws="none"
+                app,
+                port=self.port,
+                log_level="warning",
+                timeout_graceful_shutdown=1,
+                ws="none",
+                # Longer than clients keep an idle connection: none is closed as it is used again.
+                timeout_keep_alive=60,
             )
         )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        end = time.monotonic() + 30
-        while not self.server.started:
-            assert time.monotonic() < end, "the API does not start"
+
+        def started() -> bool:
             assert self.thread.is_alive(), "the API ended"
-            time.sleep(0.01)
+            return self.server.started
+
+        eventually(started, "the API does not start")
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def stop_api(self) -> None:
         self.server.should_exit = True
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def __enter__(self) -> Stack:
         for presence in self.present:
             presence.start()
+        nodes = Nodes(self.workers.runs.client)
+        eventually(
+            lambda: {one.node.key for one in self.present} <= {node.key for node in nodes.list()},
+            "the nodes are not published",
+        )
         self.workers.start()
         self.start_api()
         return self

@@ -70,7 +70,7 @@ def stock(redis_url: str) -> Iterator[tuple[str, str]]:
         yield f"http://127.0.0.1:{plain}", f"http://127.0.0.1:{kept}"
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
 
 

@@ -32,7 +32,7 @@ def test_a_stream_dropped_at_every_event_while_it_runs(stack: Stack) -> None:
     workers.may_finish.clear()
     with stack.client() as client:
         made = client.responses.create(model="test-model", input="Hi", background=True)
-        assert workers.halfway.wait(10)
+        assert workers.halfway.wait(60)
         logged = workers.runs.client.xlen(f"tandem:events:{made.id}")
         seen: list[Any] = []
 

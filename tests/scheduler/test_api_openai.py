@@ -12,6 +12,8 @@ from jobs_kit import eventually
 from openai import OpenAI
 from openai.types.responses import Response
 
+from scheduler.api import responses
+
 SAID = "You sent"
 
 
@@ -115,7 +117,7 @@ def test_a_live_stream_is_rejoined_without_gap_or_repeat(stack: Stack, client: O
             seen.append(event)
             if event.type == "response.output_text.delta":
                 break
-    stack.workers.halfway.wait(10)
+    assert stack.workers.halfway.wait(60)
     response = seen[0].response.id
     at = seen[-1].sequence_number
     with client.responses.retrieve(response, stream=True, starting_after=at) as stream:
@@ -151,7 +153,8 @@ def test_limit_of_tokens(stack: Stack, client: OpenAI) -> None:
     assert follow.status == "completed"
 
 
-def test_cancel(stack: Stack, client: OpenAI) -> None:
+def test_cancel(stack: Stack, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses, "CANCEL_WAIT", 60.0)
     stack.workers.may_prefill.clear()
     made = client.responses.create(model="test-model", input="Hi", background=True)
     assert made.status == "queued"
@@ -167,7 +170,7 @@ def test_cancel(stack: Stack, client: OpenAI) -> None:
     stack.workers.open()
     stack.workers.may_finish.clear()
     running = client.responses.create(model="test-model", input="Hi", background=True)
-    assert stack.workers.halfway.wait(10)
+    assert stack.workers.halfway.wait(60)
     stopped = client.responses.cancel(running.id)
     assert stopped.status == "cancelled"
     said = [e.delta for e in client.responses.retrieve(running.id, stream=True)

@@ -55,7 +55,7 @@ def start(stack: Stack, data: bytes, endpoint: str = "/v1/responses") -> Batch:
     )
 
 
-def end(stack: Stack, ident: str, seconds: float = 60.0) -> Batch:
+def end(stack: Stack, ident: str, seconds: float = 180.0) -> Batch:
     client = stack.client()
     ended = ("completed", "failed", "expired", "cancelled")
 
@@ -260,7 +260,7 @@ def test_a_body_that_stops_is_given_up(
 ) -> None:
     monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1000\r\n"
         "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
     )
     with socket.create_connection(("127.0.0.1", stack.port), timeout=30) as connection:

@@ -45,14 +45,14 @@ def test_queues_show_what_waits_runs_and_has_ended(stack: Stack) -> None:
     assert listed(stack, "prefill", "queued") == [f"{name}-p" for name in waiting]
     stack.workers.may_finish.clear()
     stack.workers.may_prefill.set()
-    assert stack.workers.halfway.wait(10)
+    assert stack.workers.halfway.wait(60)
     assert counts(stack)["decode"]["started_job_registry_count"] == 1
     assert len(listed(stack, "decode", "started")) == 1
     stack.workers.fail_with = EVIL
     stack.workers.open()
     jobs = Jobs(stack.workers.runs.client)
     for name in waiting:
-        jobs.wait(name, 20)
+        jobs.wait(name, 60)
     seen = counts(stack)
     assert seen["prefill"]["finished_job_registry_count"] == 3
     assert seen["decode"]["finished_job_registry_count"] == 1
@@ -75,7 +75,7 @@ def test_pages_are_counted_right(stack: Stack) -> None:
 def test_every_page_answers_and_escapes(stack: Stack) -> None:
     stack.workers.fail_with = EVIL
     name = submit(stack, EVIL)
-    job = Jobs(stack.workers.runs.client).wait(name, 20)
+    job = Jobs(stack.workers.runs.client).wait(name, 60)
     assert job.status == "failed"
     base = f"{stack.url}/rq"
     for path in (

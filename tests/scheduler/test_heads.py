@@ -180,7 +180,7 @@ def test_sessions_are_shown_and_share_nothing(stack: Stack) -> None:
 
 
 def test_a_session_stays_on_its_node(stack: Stack) -> None:
-    other = Presence(stack.config.redis_url, Node("decode", "other", state="ready"))
+    other = Presence(stack.config.redis_url, Node("decode", "other", state="ready"), ttl=60)
     stack.workers.may_prefill.clear()
     headers = {"x-session-id": "sticky"}
     redis = stack.workers.runs.client

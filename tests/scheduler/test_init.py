@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 import redis
+from ports_kit import own_port
 from redis.exceptions import NoPermissionError
 
 from scheduler import cli
 from scheduler.config import Config, ConfigError, load, resolved_environment
 from scheduler.host import data_dir, setup
 from scheduler.host.redis_server import RedisUnavailable, probe
-from scheduler.host.stack import free_port
 from scheduler.passwords import USERS, Passwords, write_private
 
 
@@ -48,7 +48,7 @@ def init(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
 
 
 def decode(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, object]:
-    port = str(free_port())
+    port = str(own_port())
     words = ("--role", "decode", "--link", "127.0.0.1", "--port", port, "--model", "m")
     return init(capsys, *words, *more)
 
@@ -162,7 +162,7 @@ def serving(config: Config) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        probe(config.redis_url, 20)
+        probe(config.redis_url, 60)
         yield
     finally:
         server.terminate()

@@ -132,14 +132,16 @@ def test_killed_at_a_point_the_job_ends_once(
 
 
 def test_a_job_survives_that_redis_goes_away_when_it_has_just_been_taken(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
     stack("prefill")
     new = new_job(answer=8)
     jobs.accept(new)
-    victim = stack("decode", point="mid_decode", nth=5, step_s=0.005)
-    assert victim.process.wait(90) == -signal.SIGKILL
+    said = Hold(tmp_path, "mid_decode", 5)
+    victim = stack("decode", **said.spec)
+    said.reached()
     eventually(lambda: jobs.get(new.id).first_token_at, "it has said nothing")
+    victim.kill()
     stack("decode", away_at_replay=True)
     check_answer(client, jobs, new)
     eventually(lambda: not client.exists("tandem:leases"), "leases are left")

@@ -45,7 +45,7 @@ def test_jobs_are_refused_until_there_is_room(disk: Disk) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        probe(config.redis_url, 20)
+        probe(config.redis_url, 60)
         with connect(config.redis_url, patience=0) as client:
             jobs = Jobs(client)
 

@@ -230,7 +230,7 @@ def test_every_ending_is_whole(stack: Stack, client: OpenAI) -> None:
     stack.workers.may_finish.clear()
     stack.workers.halfway.clear()
     running = client.responses.create(model="test-model", input="Hi", background=True)
-    assert stack.workers.halfway.wait(10)
+    assert stack.workers.halfway.wait(60)
     client.responses.cancel(running.id)
     events: list[Any] = list(client.responses.retrieve(running.id, stream=True))
     assert events[-1].response == client.responses.retrieve(running.id)

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from redis_kit import eventually
 
 from scheduler import cli
 from scheduler.config import Config
@@ -218,21 +220,25 @@ def test_following_goes_on_after_a_turn(tmp_path: Path) -> None:
     path.write_text("before\n")
     lines = logs.follow([path], wait=0.01)
     seen: list[str] = []
-    done = threading.Event()
 
     def read() -> None:
         for _, line in lines:
             seen.append(line)
-            if line in ("first", "after"):
-                done.set()
+            if line == "after":
+                return
 
-    threading.Thread(target=read, daemon=True).start()
-    while not done.wait(0.05):  # the reader begins at the end, which it may not have seen yet
+    def written(line: str) -> bool:
         with path.open("a") as file:
-            file.write("first\n")
-    done.clear()
+            file.write(f"{line}\n")
+        time.sleep(0.05)
+        return line in seen
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    # It begins at the end, which it may not have seen yet.
+    eventually(lambda: written("first"), "nothing is followed")
     os.truncate(path, 0)
-    while not done.wait(0.05):
-        with path.open("a") as file:
-            file.write("after\n")
+    eventually(lambda: written("after"), "what comes after the turn is not followed")
+    reader.join(60)
+    assert not reader.is_alive()
     assert "before" not in seen

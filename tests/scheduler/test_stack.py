@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,13 +18,14 @@ from typing import Any
 import httpx
 import pytest
 from model_dirs import make_tiny_model
+from ports_kit import own_port
 from redis_kit import eventually
 
 from scheduler import cli
 from scheduler.config import DEFAULT_MODEL, Config, ConfigError
 from scheduler.host import model_files
 from scheduler.host.data_dir import Claim
-from scheduler.host.stack import Stack, StackFailed, check_port, free_port
+from scheduler.host.stack import Stack, StackFailed, check_port
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_a_directory_that_is_in_use_is_named_before_its_port(config: Config) -> 
 
 def test_a_redis_that_is_not_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scheduler.host.stack.REDIS_SECONDS", 0.0)
-    url = f"redis://me:s3cret@127.0.0.1:{free_port()}"
+    url = f"redis://me:s3cret@127.0.0.1:{own_port()}"
     stack = Stack(change(config, redis={"url": url}))
     try:
         with pytest.raises(ConfigError, match="is not reachable") as caught:
@@ -163,7 +165,7 @@ def test_a_model_that_cannot_be_loaded(
         stack.start()
         with pytest.raises(StackFailed, match=r"decode cannot run: .*cannot load.*broken"):
             stack.wait_ready(said.append)
-        assert said[0] == "waiting  decode: not ready after 0 s"
+        assert re.fullmatch(r"waiting  decode: not ready after \d+ s", said[0])
     finally:
         stack.stop()
     assert_nothing_left(stack.config)
@@ -229,7 +231,7 @@ def ready(config: Config) -> bool:
 def test_up_again_after_a_sudden_death_and_down_by_a_signal(
     config: Config, model_dir: Path, directory: Path
 ) -> None:
-    port = free_port()
+    port = own_port()
     config = change(config, api={"port": port})
     arguments = ("up", "--model", str(model_dir), "--port", str(port))
     with Up(directory, *arguments, TANDEM_JOBS_DRAIN_SECONDS="2") as up:
@@ -360,6 +362,7 @@ def test_a_terminated_fetch_leaves_nothing_half_made(directory: Path) -> None:
     """pip waits for an index that never answers; SIGTERM ends both and removes the scratch."""
     models = directory / "models"
     with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(120)
         index = f"http://127.0.0.1:{silent.getsockname()[1]}/simple"
         with subprocess.Popen(
             [
@@ -377,7 +380,7 @@ def test_a_terminated_fetch_leaves_nothing_half_made(directory: Path) -> None:
             connection, _ = silent.accept()  # pip is at it
             with connection:
                 fetch.terminate()
-                assert fetch.wait(30) == 128 + signal.SIGTERM
+                assert fetch.wait(90) == 128 + signal.SIGTERM
     eventually(lambda: not own_processes(models), "pip goes on")
     assert [path.name for path in models.iterdir() if path.is_dir()] == []
 

@@ -55,7 +55,7 @@ def test_the_page_shows_what_waits_and_what_runs(stack: Stack) -> None:
     stack.workers.may_finish.clear()
     stack.workers.open()
     for name in names:
-        Jobs(stack.workers.runs.client).wait(name, 20)
+        Jobs(stack.workers.runs.client).wait(name, 60)
 
     def handed_over() -> bool:
         return "tcp" in text_of(httpx.get(f"{stack.url}/").text)
@@ -118,8 +118,8 @@ def test_metrics_parse_and_count_each_job_once(stack: Stack) -> None:
     before = httpx.get(f"{stack.url}/metrics")
     assert before.headers["content-type"].startswith("text/plain")
     jobs = Jobs(stack.workers.runs.client)
-    ended = [jobs.wait(submit(stack), 20) for _ in range(2)]
-    ended.append(jobs.wait(submit(stack, store=False), 20))
+    ended = [jobs.wait(submit(stack), 60) for _ in range(2)]
+    ended.append(jobs.wait(submit(stack, store=False), 60))
     for _ in range(2):  # a second scrape counts nothing twice
         text = httpx.get(f"{stack.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -147,7 +147,7 @@ _EXPRESSION = re.compile(r"(tandem_[a-z_]+)(?:\{([^}]*)\})?")
 def test_every_query_of_the_grafana_dashboard_has_its_metric(stack: Stack) -> None:
     jobs = Jobs(stack.workers.runs.client)
     httpx.get(f"{stack.url}/metrics")
-    jobs.wait(submit(stack), 20)
+    jobs.wait(submit(stack), 60)
     text = httpx.get(f"{stack.url}/metrics").text
     exported: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from jobs_kit import answer, assert_idle, eventually, is_stopped, new_job, oracle, started
+from jobs_kit import Hold, answer, assert_idle, eventually, is_stopped, new_job, oracle, started
 
 from scheduler import staying
 from scheduler.jobs import Jobs
@@ -131,19 +131,26 @@ def test_a_cancelled_answer_ends_once(client: redis.Redis, jobs: Jobs, stack: An
 @pytest.mark.rotate(2)
 @pytest.mark.parametrize(("role", "point"), POINTS)
 def test_killed_while_an_answer_moves(
-    client: redis.Redis, jobs: Jobs, stack: Any, role: str, point: str
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path, role: str, point: str
 ) -> None:
     options: dict[str, Any] = {"step_s": 0.005}
     slow = {"prefill": {"step_s": 0.05}, "decode": options}  # it has not ended when more comes
     other = "decode" if role == "prefill" else "prefill"
     kept = stack(other, **slow[other])
-    nth = {"mid_late": 4, "mid_decode": 4, "after_handing_off": 2}.get(point, 1)
-    victim = stack(role, point=point, nth=nth, **slow[role])
+    plan: dict[str, Any] = {"point": point}
+    plan["nth"] = {"mid_decode": 4, "after_handing_off": 2}.get(point, 1)
+    # Where it is saying the answer it dies only when something of that is written.
+    saying = Hold(tmp_path, point, 4) if point == "mid_late" else None
+    victim = stack(role, **(saying.spec if saying else plan), **slow[role])
     new = new_job(answer=120, tokens=40)
     jobs.accept(new)
+    if saying:
+        saying.reached()
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     more = new_job(answer=2, tokens=30)
     jobs.accept(more)  # so that it moves in the middle
+    if saying:
+        victim.kill()
     assert victim.process.wait(90) == -signal.SIGKILL
     stack(role, **options)
     check(client, jobs, new)

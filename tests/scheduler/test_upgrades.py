@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from ports_kit import own_port
 from redis_kit import eventually
 
 from scheduler.config import Config, ConfigError, keep_model, load, resolved_environment
@@ -22,7 +23,6 @@ from scheduler.formats import FORMAT, KEY, settle
 from scheduler.host import data_dir
 from scheduler.host.late_bind import is_here
 from scheduler.host.redis_server import probe
-from scheduler.host.stack import free_port
 from scheduler.passwords import Passwords, write_private
 from transport import versions
 from transport.errors import LinkError
@@ -135,7 +135,7 @@ def test_redis_listens_once_the_cable_is_in(
     config = Config(
         data_dir=directory / "data",
         redis={
-            "listen": f"{address.host}:{free_port()}",
+            "listen": f"{address.host}:{own_port()}",
             "password_file": str(directory / "words"),
         },
     )
@@ -147,7 +147,7 @@ def test_redis_listens_once_the_cable_is_in(
         stderr=subprocess.DEVNULL,
     )
     try:
-        probe(config.redis_url, 30)  # this machine is served without the address
+        probe(config.redis_url, 60)  # this machine is served without the address
         assert not is_here(address.host)
         address.come()
         url = f"redis://worker:{words.users['worker']}@{config.redis.listen}/0"
