@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,7 +117,11 @@ def test_shared_blocks_count_once_for_an_owner(opened: Opener) -> None:
     assert store.quotas.used("a") < both
 
 
-def test_a_spent_budget_stops_large_snapshots_only(opened: Opener) -> None:
+def test_a_spent_budget_stops_large_snapshots_only(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = time.gmtime()
+    monkeypatch.setattr(time, "gmtime", lambda *_: today)  # also at midnight
     store = opened(Limits(daily_bytes=20 * PART_BYTES))
     turns = [save(store, number, "", 5) for number in range(3)]
     written = store.stats()["written_today_bytes"]
