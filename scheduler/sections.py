@@ -80,6 +80,9 @@ class ApiConfig(Section):
         "", description="the operator's token; it or an owner is needed when host is not loopback"
     )
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_values: Annotated[int, Field(ge=1000, le=100_000_000)] = Field(
+        250_000, description="JSON values in one request, or in one line of a batch"
+    )
     max_file_mb: Annotated[int, Field(ge=1, le=4096)] = Field(200, description="largest upload")
     max_bundle_mb: Annotated[int, Field(ge=1, le=1_048_576)] = Field(
         4096, description="largest file of a conversation with its state"

@@ -32,6 +32,7 @@ from scheduler.api import (
 )
 from scheduler.api.backend import Backend
 from scheduler.api.batch_driver import BatchDriver
+from scheduler.api.bodies import Turns
 from scheduler.api.dashboard import Dashboard
 from scheduler.api.document import document
 from scheduler.api.gate import Gate
@@ -71,6 +72,7 @@ def create_app(config: Config) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        app.state.turns = Turns()
         backend.hub.start()
         driver.start()
         # What is loaded by now stays: a full collection that walks it would hold up every stream.

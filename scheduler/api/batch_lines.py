@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from scheduler.api.bodies import read, values_of
 from scheduler.api.chat import completion
 from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault, bad, from_validation
@@ -56,9 +57,11 @@ def raw_lines(source: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
 class Lines:
     """Reads lines in order; knows which custom ids have been used."""
 
-    def __init__(self, endpoint: Endpoint, limit: int) -> None:
+    def __init__(self, endpoint: Endpoint, limit: int, values: int) -> None:
+        """At most `limit` bytes, and so many JSON values, are taken of a line."""
         self._endpoint = endpoint
         self._limit = limit
+        self._values = values
         self._seen: set[bytes] = set()
 
     def read(self, number: int, raw: bytes) -> Line:
@@ -67,8 +70,14 @@ class Lines:
             raise LineError(
                 "line_too_long", f"line {number} is longer than {self._limit >> 20} MB: send less"
             )
+        if values_of(raw, self._values) > self._values:
+            raise LineError(
+                "too_many_values",
+                f"line {number} holds more than {self._values} JSON values: send fewer, or raise "
+                "api.max_values",
+            )
         try:
-            entry = json.loads(raw)
+            entry = read(raw)
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, json.JSONDecodeError) else "it cannot be read"
             raise LineError("invalid_json_line", f"line {number} is not JSON: {why}") from None

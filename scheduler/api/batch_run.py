@@ -74,7 +74,7 @@ class BatchRun:
         self.path = folder / batch.id
         self._journal = Journal(self.path)
         self._bitmap = backend.batches.sent(batch)
-        self._lines = Lines(batch.endpoint, self._limit)
+        self._lines = Lines(batch.endpoint, self._limit, backend.config.api.max_values)
         self._raw: Iterator[tuple[int, bytes]] | None = raw_lines(self._source, self._limit)
         self._sent: dict[int, _Sent] = {}
         self._later: list[Line] = []

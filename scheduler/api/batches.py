@@ -9,10 +9,11 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field, field_validator
 
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import BodyRoute
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.files import check_seconds, find_file
-from scheduler.api.schema import Name, Shape, check_metadata
+from scheduler.api.schema import Metadata, Name, Shape, check_metadata
 from scheduler.batches import ENDPOINTS, Batch
 from scheduler.files import KEEP_SECONDS
 
@@ -34,7 +35,7 @@ class NewBatch(Shape):
     input_file_id: Name
     endpoint: Name
     completion_window: Name
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: Expiry | None = Field(None)
 
     _check_metadata = field_validator("metadata")(check_metadata)
@@ -42,7 +43,7 @@ class NewBatch(Shape):
 
 def router(backend: Backend, kick: Callable[[], None]) -> APIRouter:
     """The routes, working with `backend`. `kick` tells the driver that there is work."""
-    routes = APIRouter(prefix="/v1/batches", tags=["batches"])
+    routes = APIRouter(prefix="/v1/batches", route_class=BodyRoute, tags=["batches"])
 
     @routes.post("")
     def create_batch(body: NewBatch) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from scheduler.api import chat_stored
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import BodyRoute, in_turn
 from scheduler.api.chat_requests import ChatRequest, to_response_request
 from scheduler.api.faults import Fault
 from scheduler.api.frames import Spliced, encode
@@ -27,7 +28,7 @@ from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, response_object
 from scheduler.delivery import abandon, follow, wait
-from scheduler.record import Job
+from scheduler.record import Accepted, Job
 
 _TEXT_DELTA = "response.output_text.delta"
 _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
@@ -35,7 +36,7 @@ _FINISH = {"max_output_tokens": "length", "content_filter": "content_filter"}
 
 def router(backend: Backend) -> APIRouter:
     """The routes, working with `backend`."""
-    routes = APIRouter(prefix="/v1/chat", tags=["chat"])
+    routes = APIRouter(prefix="/v1/chat", route_class=BodyRoute, tags=["chat"])
 
     @routes.post("/completions")
     async def create_completion(
@@ -43,13 +44,14 @@ def router(backend: Backend) -> APIRouter:
         body: ChatRequest,
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Response:
-        wanted = to_response_request(body)
-        try:
+        def accepting() -> Accepted:
+            wanted = to_response_request(body)
             about = {"chat": True} if body.store else {}
             session = session_of(request.headers, wanted)
-            accepted = await run_in_threadpool(
-                accept, backend, wanted, idempotency_key, about, session
-            )
+            return accept(backend, wanted, idempotency_key, about, session)
+
+        try:
+            accepted = await in_turn(request, accepting)
         except Fault as fault:
             raise _renamed(fault) from fault
         headers = {"x-request-id": accepted.id}

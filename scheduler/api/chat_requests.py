@@ -8,8 +8,11 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from scheduler.api.faults import bad
 from scheduler.api.schema import (
+    FIRST,
     MAX_IDS,
+    Bias,
     FunctionName,
+    Metadata,
     Name,
     Penalty,
     ResponseRequest,
@@ -43,7 +46,7 @@ def _kind_of_content(value: Any) -> str:
 
 ChatContent = Annotated[
     Annotated[Text | None, Tag("«text»")]
-    | Annotated[list[ChatPart], Field(max_length=MAX_IDS), Tag("«parts»")],
+    | Annotated[list[ChatPart], FIRST, Field(max_length=MAX_IDS), Tag("«parts»")],
     Discriminator(_kind_of_content),
 ]
 
@@ -68,7 +71,7 @@ class ChatMessage(Shape):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ChatContent = None
-    tool_calls: list[ChatCall] | None = None
+    tool_calls: Annotated[list[ChatCall], FIRST] | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
 
@@ -121,7 +124,7 @@ class ChatRequest(Shape):
     """Body of POST /v1/chat/completions."""
 
     model: Name | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_IDS)]
+    messages: Annotated[list[ChatMessage], FIRST, Field(min_length=1, max_length=MAX_IDS)]
     max_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -136,12 +139,12 @@ class ChatRequest(Shape):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     service_tier: Name | None = None
-    tools: list[ChatTool] | None = None
+    tools: Annotated[list[ChatTool], FIRST] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -154,7 +157,7 @@ class ChatRequest(Shape):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
         None, description="extension"
     )
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
     modalities: list[Name] | None = None
     audio: Any = None
     web_search_options: Any = None

@@ -16,7 +16,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, missing
 from scheduler.api.lookup import Order, find_job, input_items, page
 from scheduler.api.prompt import messages_of
-from scheduler.api.schema import Shape, check_metadata
+from scheduler.api.schema import Metadata, Shape, check_metadata
 from scheduler.api.view import response_object
 from scheduler.record import Job
 from scheduler.serializer import pack
@@ -31,7 +31,7 @@ LOOK_AT = 1000
 class CompletionUpdate(Shape):
     """Body of POST /v1/chat/completions/{id}."""
 
-    metadata: dict[str, str] | None
+    metadata: Metadata | None
 
 
 def add_to(routes: APIRouter, backend: Backend, completion: Completion) -> None:

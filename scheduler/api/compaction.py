@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import in_turn
 from scheduler.api.faults import Fault, bad
 from scheduler.api.intake import accept
 from scheduler.api.items import new_id
@@ -27,6 +28,7 @@ from scheduler.api.schema import Input, Name, ResponseRequest, Shape, Text, item
 from scheduler.api.summary import seal
 from scheduler.api.view import response_object
 from scheduler.delivery import wait
+from scheduler.record import Accepted
 
 PROMPT = (
     "Summarise our conversation so far for yourself, so that you can go on with it when you see "
@@ -56,21 +58,25 @@ def add_to(routes: APIRouter, backend: Backend) -> None:
     async def compact_response(request: Request, body: CompactRequest) -> Response:
         """The conversation as a list of items to go on from: user messages and a summary."""
         question = {"type": "message", "role": "user", "content": PROMPT}
-        given = body.model_dump(exclude_none=True, exclude={"input", "max_output_tokens"})
-        given_items = await run_in_threadpool(resolved, backend, body.input or [])
-        past = items_of(given_items)
-        if is_empty(past) and body.previous_response_id is None:
-            raise bad("there is nothing to compact: give input or previous_response_id", "input")
-        wanted = ResponseRequest.model_validate(
-            {
-                **given,
-                "input": [*(_sent(item) for item in past), question],
-                "max_output_tokens": body.max_output_tokens or SUMMARY_TOKENS,
-                "store": False,
-            }
-        )
-        users = await run_in_threadpool(_user_messages, backend, wanted, past)
-        accepted = await run_in_threadpool(accept, backend, wanted)
+
+        def accepting() -> tuple[list[Mapping[str, Any]], Accepted]:
+            given = body.model_dump(exclude_none=True, exclude={"input", "max_output_tokens"})
+            past = items_of(resolved(backend, body.input or []))
+            if is_empty(past) and body.previous_response_id is None:
+                raise bad(
+                    "there is nothing to compact: give input or previous_response_id", "input"
+                )
+            wanted = ResponseRequest.model_validate(
+                {
+                    **given,
+                    "input": [*(_sent(item) for item in past), question],
+                    "max_output_tokens": body.max_output_tokens or SUMMARY_TOKENS,
+                    "store": False,
+                }
+            )
+            return _user_messages(backend, wanted, past), accept(backend, wanted)
+
+        users, accepted = await in_turn(request, accepting)
         await wait(backend, accepted.id, request)
         made = response_object(await run_in_threadpool(find_job, backend, accepted.id))
         if made["status"] not in ("completed", "incomplete"):

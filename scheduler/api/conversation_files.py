@@ -21,7 +21,7 @@ from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.lineage import divided
 from scheduler.api.lookup import find_conversation
-from scheduler.api.schema import Name, Shape, check_metadata
+from scheduler.api.schema import Metadata, Name, Shape, check_metadata
 from store.errors import StoreError
 from store.rpc import StoreClient
 
@@ -40,7 +40,7 @@ class Fork(Shape):
     """Body of POST /v1/conversations/{id}/fork."""
 
     response_id: Name | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     _check_metadata = field_validator("metadata")(check_metadata)
 

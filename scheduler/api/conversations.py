@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query
 
 from scheduler.api import conversation_files
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import BodyRoute
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad, missing
 from scheduler.api.lineage import divided
@@ -22,7 +23,7 @@ ConversationId = Annotated[str, Path(max_length=256)]
 
 def router(backend: Backend) -> APIRouter:
     """The routes, working with `backend`."""
-    routes = APIRouter(prefix="/v1/conversations", tags=["conversations"])
+    routes = APIRouter(prefix="/v1/conversations", route_class=BodyRoute, tags=["conversations"])
 
     @routes.post("")
     def create_conversation(body: NewConversation | None = None) -> dict[str, Any]:

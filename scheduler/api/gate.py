@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from scheduler.api.bodies import Tally
 from scheduler.api.caller import Caller, acting, caller_of
 from scheduler.api.faults import Fault
 from scheduler.api.rates import Rates
@@ -46,6 +47,7 @@ class Gate:
         self._rates = Rates()
         self._token = config.api.token
         self._limit = config.api.max_body_mb << 20
+        self._values = config.api.max_values
         self._uploads = {
             UPLOADS: (config.api.max_file_mb << 20, "api.max_file_mb"),
             IMPORT: (config.api.max_bundle_mb << 20, "api.max_bundle_mb"),
@@ -148,7 +150,8 @@ class Gate:
     ) -> tuple[Fault | None, Receive]:
         """The body read to its end, or why it was not."""
         fault = self._too_long(headers, self._limit, "api.max_body_mb")
-        parts = bytearray()
+        parts, size = bytearray(), 0
+        tally = Tally()
         while fault is None:
             try:
                 message = await asyncio.wait_for(receive(), BODY_SECONDS)
@@ -157,11 +160,20 @@ class Gate:
                 break
             if message["type"] != "http.request":
                 break
-            parts += message.get("body", b"")
-            if len(parts) > self._limit:
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > self._limit:
                 fault = _too_large(self._limit, "api.max_body_mb")
-            elif not message.get("more_body"):
+            elif tally.values > self._values:
+                # The rest is heard and forgotten: a client reads the answer when it has sent all.
+                parts.clear()
+            else:
+                parts += piece
+                tally.add(piece)
+            if not message.get("more_body"):
                 break
+        if fault is None and tally.values > self._values:
+            fault = too_many(self._values)
         return fault, receive if fault else _after(bytes(parts), receive)
 
     def _too_long(self, headers: Mapping[str, str], limit: int, key: str) -> Fault | None:
@@ -218,6 +230,16 @@ def _too_large(limit: int, key: str) -> Fault:
         413,
         f"the body is larger than {limit >> 20} MB: send less, or raise {key}",
         code="request_too_large",
+    )
+
+
+def too_many(limit: int) -> Fault:
+    """413 for JSON of more values than are taken."""
+    return Fault(
+        413,
+        f"the body holds more than {limit} JSON values: send fewer in one request, or raise "
+        "api.max_values",
+        code="too_many_values",
     )
 
 

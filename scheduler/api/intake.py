@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from scheduler.api import heads, sessions
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import shortened
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
@@ -254,7 +255,7 @@ def _still_head(backend: Backend, lineage: Lineage, response: str) -> bool:
 
 def _digest(body: ResponseRequest) -> str:
     try:
-        text = json.dumps(body.model_dump(mode="json"), sort_keys=True)
+        text = json.dumps(shortened(body.model_dump(mode="json")), sort_keys=True)
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeError):
             raise bad(

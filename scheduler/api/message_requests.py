@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from scheduler.api.faults import bad
-from scheduler.api.schema import MAX_IDS, FunctionName, Name, ResponseRequest, Shape, Text
+from scheduler.api.schema import FIRST, MAX_IDS, FunctionName, Name, ResponseRequest, Shape, Text
 
 _MEDIA = ("image", "document", "file", "container_upload")
 
@@ -44,7 +44,7 @@ def _kind(value: Any) -> str:
 
 Blocks = Annotated[
     Annotated[Text, Tag("«text»")]
-    | Annotated[list[Block], Field(max_length=MAX_IDS), Tag("«blocks»")],
+    | Annotated[list[Block], FIRST, Field(max_length=MAX_IDS), Tag("«blocks»")],
     Discriminator(_kind),
 ]
 
@@ -105,9 +105,9 @@ class CountRequest(Shape):
     """Body of POST /v1/messages/count_tokens."""
 
     model: Name
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_IDS)]
+    messages: Annotated[list[AnthropicMessage], FIRST, Field(min_length=1, max_length=MAX_IDS)]
     system: Blocks | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: Annotated[list[AnthropicTool], FIRST] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from scheduler import events
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import BodyRoute, in_turn
 from scheduler.api.faults import ANTHROPIC, Fault
 from scheduler.api.frames import frame
 from scheduler.api.intake import accept, count_tokens
@@ -25,14 +26,14 @@ from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, facts, response_object
 from scheduler.delivery import abandon, follow, wait
-from scheduler.record import Job
+from scheduler.record import Accepted, Job
 
 _PING = frame({"type": "ping"})
 
 
 def router(backend: Backend) -> APIRouter:
     """The routes, working with `backend`."""
-    routes = APIRouter(prefix=ANTHROPIC, tags=["messages"])
+    routes = APIRouter(prefix=ANTHROPIC, route_class=BodyRoute, tags=["messages"])
 
     @routes.post("")
     async def create_message(
@@ -40,11 +41,12 @@ def router(backend: Backend) -> APIRouter:
         body: MessagesRequest,
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Response:
-        wanted = to_response_request(body)
-        session = session_of(request.headers, wanted)
-        accepted = await run_in_threadpool(
-            accept, backend, wanted, idempotency_key, session=session
-        )
+        def accepting() -> Accepted:
+            wanted = to_response_request(body)
+            session = session_of(request.headers, wanted)
+            return accept(backend, wanted, idempotency_key, session=session)
+
+        accepted = await in_turn(request, accepting)
         headers = {"request-id": accepted.id}
         stops = body.stop_sequences or []
         shown = body.thinking is None or body.thinking.display != "omitted"

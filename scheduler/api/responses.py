@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from scheduler.api import compaction, explained
 from scheduler.api.backend import Backend
+from scheduler.api.bodies import BodyRoute, in_turn
 from scheduler.api.caller import current
 from scheduler.api.faults import Fault, bad
 from scheduler.api.frames import COMMENT, EventFrames, frame
@@ -33,7 +34,7 @@ CANCEL_WAIT = 3.0
 
 def router(backend: Backend) -> APIRouter:
     """The routes, working with `backend`."""
-    routes = APIRouter(prefix="/v1/responses", tags=["responses"])
+    routes = APIRouter(prefix="/v1/responses", route_class=BodyRoute, tags=["responses"])
 
     @routes.post("")
     async def create_response(
@@ -42,7 +43,7 @@ def router(backend: Backend) -> APIRouter:
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Response:
         session = session_of(request.headers, body)
-        accepted = await run_in_threadpool(accept, backend, body, idempotency_key, session=session)
+        accepted = await in_turn(request, accept, backend, body, idempotency_key, session=session)
         headers = {"x-request-id": accepted.id}
         if body.stream:
             stop = None if body.background else (lambda: abandon(backend, accepted.id))

@@ -25,6 +25,8 @@ from scheduler.api.summary import unseal
 MAX_IDS = 10_000
 Text = Annotated[str, Field(max_length=32 * 1024 * 1024)]
 Name = Annotated[str, Field(max_length=256)]
+FIRST = Field(fail_fast=True)
+"""Of a list: what is wrong is told of its first wrong element, not of all."""
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 
@@ -87,7 +89,7 @@ def _kind_of_content(value: Any) -> str:
 
 Content = Annotated[
     Annotated[Text, Tag("«text»")]
-    | Annotated[list[Part], Field(max_length=MAX_IDS), Tag("«parts»")],
+    | Annotated[list[Part], FIRST, Field(max_length=MAX_IDS), Tag("«parts»")],
     Discriminator(_kind_of_content),
 ]
 
@@ -132,8 +134,8 @@ class ReasoningItem(Shape):
 
     type: Literal["reasoning"]
     id: Name | None = None
-    content: list[ReasoningText] | None = None
-    summary: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], FIRST] | None = None
+    summary: Annotated[list[ReasoningText], FIRST] | None = None
 
 
 class CompactionItem(Shape):
@@ -179,7 +181,7 @@ Item = Annotated[
         "reasoning, compaction or item_reference",
     ),
 ]
-Items = Annotated[list[Item], Field(max_length=MAX_IDS)]
+Items = Annotated[list[Item], FIRST, Field(max_length=MAX_IDS)]
 
 
 def _kind_of_input(value: Any) -> str:
@@ -206,6 +208,21 @@ Conversation = Annotated[
     Annotated[Name, Tag("«id»")] | Annotated[ConversationRef, Tag("«object»")],
     Discriminator(_kind_of_ref),
 ]
+
+
+def few(most: int) -> BeforeValidator:
+    """Validator of an object that has too many entries to look at each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} entries are taken, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Metadata = Annotated[dict[str, str], few(1000)]
+Bias = Annotated[dict[str, float], few(10_000)]
 
 
 def check_metadata(value: dict[str, str] | None) -> dict[str, str] | None:
@@ -296,12 +313,12 @@ class ResponseRequest(Shape):
         None, description="extension: the same seed and prompt give the same answer"
     )
     stop: Stop = Field(None, description="extension: a string, or strings, that end the answer")
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: Name | None = None
     user: Name | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], FIRST] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -311,7 +328,7 @@ class ResponseRequest(Shape):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
         None, description="extension"
     )
-    logit_bias: dict[str, float] | None = Field(None, description="extension")
+    logit_bias: Bias | None = Field(None, description="extension")
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -333,7 +350,7 @@ class NewConversation(Shape):
     """Body of POST /v1/conversations."""
 
     items: Annotated[list[Item], Field(max_length=20)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     _check_metadata = field_validator("metadata")(check_metadata)
 
@@ -341,7 +358,7 @@ class NewConversation(Shape):
 class ConversationUpdate(Shape):
     """Body of POST /v1/conversations/{id}."""
 
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     pinned: bool | None = Field(None, description="extension: never evict its state")
 
     _check_metadata = field_validator("metadata")(check_metadata)

@@ -29,7 +29,7 @@ def router(backend: Backend, looker: Looker, metrics: Metrics) -> APIRouter:
     page = _environment().get_template("status.html")
 
     @routes.get("/health")
-    def health() -> dict[str, bool]:
+    async def health() -> dict[str, bool]:
         """This process lives and answers; says nothing about the others."""
         return {"ok": True}
 
