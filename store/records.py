@@ -172,9 +172,13 @@ class Records:
                 if state.named
             ]
             for state in sorted(named, key=lambda state: -state.tokens):
-                if state.conversation == ident or not (
-                    state.conversation or self.states.followers(txn, state)
-                ):
+                if state.inside:
+                    goes = state.conversation == ident
+                else:
+                    goes = state.conversation in ("", ident) and not self.states.followers(
+                        txn, state
+                    )
+                if goes:
                     self.states.drop(txn, state.turn)
             return True
 

@@ -1,8 +1,9 @@
 """States: which blocks and which snapshot a turn's cache consists of, and when it was last used.
 
 A state that belongs to no turn bears a name of its own instead of a turn's id. That of a preamble,
-which conversations share, begins with PREAMBLE, and it has no conversation; that of a place inside
-a conversation's prompt, from which an edited or repeated message goes on, begins with INSIDE.
+which conversations share, begins with PREAMBLE, and it has no conversation once one that is kept
+begins with it; that of a place inside a conversation's prompt, from which an edited or repeated
+message goes on, begins with INSIDE.
 """
 
 from __future__ import annotations
@@ -175,6 +176,12 @@ class States:
         old = self.get(txn, turn)
         if old is not None and not old.continued:
             self._put(txn, replace(old, continued=True))
+
+    def share(self, txn: Txn, name: str) -> None:
+        """A preamble belongs to no one conversation any more."""
+        old = self.get(txn, name)
+        if old is not None and old.conversation:
+            self._put(txn, replace(old, conversation=""))
 
     def touch(self, txn: Txn, turn: str, used: float) -> None:
         """Set the time of last use, if the state exists and the time is later."""

@@ -182,13 +182,18 @@ class Store(Records):
 
         As `save_state`; saving it again writes nothing. With `gain`, the tokens beyond the nearest
         snapshot before it, it stands inside a prompt of `conversation`, and goes with that: call
-        `settle_inside` when the turn has ended. Without it is a preamble that conversations share.
+        `settle_inside` when the turn has ended. Without it is a preamble that conversations share;
+        it is of `conversation` alone until `settle_preamble` says that a turn is kept which begins
+        so. Without `conversation` it is kept from the first.
         """
         header = snapshot.header
-        if gain > 0 and conversation and self.get_conversation(conversation) is None:
-            self.early.expect(conversation)
+        name = state_name(owner_tag(owner), header.chain, inside=gain > 0)
+        if gain <= 0 and self._is_shared(name):
+            conversation = ""
+        if conversation and self.get_conversation(conversation) is None:
+            self.early.expect(conversation if gain > 0 else name)
         subject = Subject(
-            name=state_name(owner_tag(owner), header.chain, inside=gain > 0),
+            name=name,
             conversation=conversation,
             owner=owner,
             ids=pack_ids(ids),
@@ -197,6 +202,21 @@ class Store(Records):
             new=gain or header.stop,
         )
         return self._saver.save_as(subject, pieces, snapshot, None)
+
+    def _is_shared(self, name: str) -> bool:
+        with self.environment.read() as txn:
+            state = self.states.get(txn, name)
+        return state is not None and not state.conversation
+
+    def settle_preamble(self, name: str, *, kept: bool) -> bool:
+        """A turn is kept that begins with the preamble `name`, or all that did were not kept.
+
+        Then it goes, unless another stored state goes on from it. Returns whether it went.
+        """
+        with self.lock:
+            return self.environment.write(
+                lambda txn: self.early.settle_preamble(txn, name, kept=kept)
+            )
 
     def settle_inside(self, conversation: str, names: Sequence[str], *, kept: bool) -> int:
         """A turn of `conversation` has ended that saved the states `names` inside its prompt.
@@ -210,8 +230,8 @@ class Store(Records):
             )
 
     def sweep(self) -> int:
-        """Drop states inside prompts of conversations that are not stored: what turns left behind
-        that ended with the process before. Returns how many there were."""
+        """Drop states inside prompts, and preambles, of conversations that are not stored: what
+        turns left behind that ended with the process before. Returns how many there were."""
         with self.lock:
             return self.environment.write(self.early.sweep)
 

@@ -129,7 +129,7 @@ class Engine:
         self._watches: dict[int, Watch] = {}
         self._pictures = Pictures(model, store)
         self._answers: dict[int, Answer] = {}
-        self._sharing = Sharing(model, store, self.kept.saver)
+        self._sharing = Sharing(model, store, self.kept.saver, config.jobs.parked_seconds)
         self._words = words or Words(tokenizer, model.vocab_size, model.eos_ids)
 
     # --- the loop's side -----------------------------------------------------------------------
@@ -195,6 +195,8 @@ class Engine:
         self._watches[uid] = Watch(notes, self._loop)
         if start.held is not None:  # it is this row's now
             self.kept.taken(start.held, job.id)
+        if start.base is not None:
+            self._sharing.loose.used(job.id, start.base)
         if start.shared:
             self._sharing.arrived(job, start.shared, start.lent)
             start.shared = []

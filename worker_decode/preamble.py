@@ -15,6 +15,7 @@ from store.objects import owner_tag
 from store.prefixes import state_name
 from store.store import Store
 from worker_decode.hot import Held
+from worker_decode.loose import Loose
 from worker_decode.marks import cut_of
 from worker_decode.saver import Saver
 from worker_decode.states import export
@@ -27,14 +28,16 @@ class Sharing:
     """Stores states at the marks of prompts, each once. Used by the engine's thread alone, but for
     `ended`.
 
-    Those inside a prompt are stored before it is known whether the turn is kept: whoever ends one
-    says so, and behind what is queued to be saved the states of one that was not kept are dropped.
+    They are stored before it is known whether the turn is kept: whoever ends one says so, and
+    behind what is queued to be saved the states of one that was not kept are dropped, its preamble
+    (see `Loose`) after `patience` seconds.
     """
 
-    def __init__(self, model: Model, store: Store, saver: Saver) -> None:
+    def __init__(self, model: Model, store: Store, saver: Saver, patience: float) -> None:
         self._model = model
         self._store = store
         self._saver = saver
+        self.loose = Loose(store, saver, patience)
         self._put_for: dict[str, tuple[str, list[str]]] = {}
         self._ended: deque[tuple[str, bool]] = deque()
 
@@ -48,7 +51,7 @@ class Sharing:
     ) -> None:
         """One of the marks `places` is reached here: copy its state and store it."""
         before = max((place for place in places if place < len(ids)), default=0)
-        if self._saver.room and not self._known(job, ids):
+        if not self._known(job, ids) and self._saver.room:
             rows, snapshot = export(self._model, Held("", caches, ids, [], schedule, 0, 0))
             self._put(job, before, ids, rows, snapshot)
 
@@ -63,7 +66,7 @@ class Sharing:
         for *rows, snapshot in states:
             ids = job.prompt_ids[: snapshot.header.stop]
             before = max(before, cut if cut < len(ids) else 0)
-            if self._saver.room and not self._known(job, ids):
+            if not self._known(job, ids) and self._saver.room:
                 self._put(job, before, ids, rows, snapshot)
             before = len(ids)
 
@@ -71,18 +74,19 @@ class Sharing:
         self, job: Job, before: int, ids: list[int], rows: Sequence[Piece], snapshot: Piece
     ) -> None:
         inside = len(ids) != cut_of(job, self._model.layout)
-        conversation = ""
+        try:
+            conversation = conversation_of(job, self._store)
+        except StoreError as error:  # its row has begun: it ends by itself
+            log.warning("nothing inside the prompt of %s is kept: %s", job.id, error)
+            return
+        name = state_name(owner_tag(job.owner), snapshot.header.chain, inside=inside)
         if inside:
-            try:
-                conversation = conversation_of(job, self._store)
-            except StoreError as error:  # its row has begun: it ends by itself
-                log.warning("nothing inside the prompt of %s is kept: %s", job.id, error)
-                return
-            name = state_name(owner_tag(job.owner), snapshot.header.chain, inside=True)
             self._put_for.setdefault(job.id, (conversation, []))[1].append(name)
+        else:
+            self.loose.brought(job.id, name)
         self._saver.put_prefix(
             job.owner, ids, rows, snapshot,
-            conversation=conversation, gain=len(ids) - before if inside else 0,
+            conversation=conversation, gain=max(1, len(ids) - before) if inside else 0,
         )  # fmt: skip
 
     def ended(self, turn: str, *, kept: bool) -> None:
@@ -95,6 +99,8 @@ class Sharing:
             turn, kept = self._ended.popleft()
             if (found := self._put_for.pop(turn, None)) is not None:
                 self._saver.do(partial(self._settle, *found, kept))
+            self.loose.ended(turn, kept=kept)
+        self.loose.look_after(wait=wait)
 
     def _settle(self, conversation: str, names: list[str], kept: bool) -> None:
         """On the saver's thread."""
@@ -104,8 +110,12 @@ class Sharing:
             log.warning("states of a prompt that was not kept stay until the next start: %s", error)
 
     def _known(self, job: Job, ids: list[int]) -> bool:
+        """Whether the state of `ids` is stored; the job begins with it then."""
         try:
             found = self._store.longest_prefix([*ids, 0], job.owner)
         except StoreError:
             return True  # it says so itself when it is asked for a state
-        return found is not None and found.tokens == len(ids)
+        if found is None or found.tokens != len(ids):
+            return False
+        self.loose.used(job.id, found.name)
+        return True

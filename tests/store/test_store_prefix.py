@@ -17,6 +17,7 @@ from store.prefixes import LEAST_TOKENS, Prefix, ends_in
 from store.quotas import Limits
 from store.rpc import StoreClient
 from store.serving import serve
+from store.states import PREAMBLE
 from store.store import Store
 
 BLOCK = 16
@@ -250,6 +251,52 @@ def test_a_state_inside_a_prompt_goes_with_its_conversation(store: Store) -> Non
     assert found(store, [*ids, 5]) == 0
     assert store.stats()["objects"] == 0
     assert store.check().clean
+
+
+def preamble(store: Store, ids: list[int], conversation: str) -> str:
+    """Save a preamble that a turn of `conversation` brings; its name."""
+    store.save_prefix("anna", ids, *make_state(ids), conversation=conversation)
+    with store.environment.read() as txn:
+        return next(s.turn for s in store.states.named(txn, PREAMBLE) if s.tokens == len(ids))
+
+
+def test_a_preamble_goes_unless_a_turn_is_kept_that_begins_with_it(store: Store) -> None:
+    alone, kept, followed = list(range(64)), list(range(500, 548)), list(range(900, 932))
+    names = [preamble(store, ids, f"conv_{ids[0]}") for ids in (alone, kept, followed)]
+    put(store, [*followed, 7, 7, 7, 7], 34)
+    assert store.check().clean, "their turns may be under way"
+    assert not store.settle_preamble(names[1], kept=True)
+    assert preamble(store, kept, "conv_later") == names[1]
+    assert [store.settle_preamble(name, kept=False) for name in names] == [True, False, False]
+    assert found(store, [*alone, 5]) == 0
+    assert found(store, [*kept, 5]) == 48
+    assert found(store, [*followed, 5]) == 32
+    assert not store.settle_preamble(names[0], kept=False), "it is gone"
+    assert store.check().clean
+    assert store.sweep() == 0
+
+
+def test_a_preamble_is_swept_with_the_process_that_could_not_settle_it(tmp_path: Path) -> None:
+    ids, kept = list(range(64)), list(range(500, 548))
+    store = Store.open(tmp_path / "store", 128 << 20)
+    turn = make_turn([*kept, 1], [2], conversation="conv_b", owner="anna")
+    preamble(store, ids, "conv_a")
+    name = preamble(store, kept, "conv_b")
+    store.put_turn(turn)
+    store.close()
+    store = Store.open(tmp_path / "store", 128 << 20, create=False)
+    try:
+        report = store.check()
+        assert report.problems[0].startswith("orphan: the state pre_")
+        assert len(report.dropped) == 1
+        assert store.sweep() == 1
+        assert store.check().clean
+        store.serve(MODEL, BLOCK)
+        assert found(store, [*ids, 5]) == 0
+        assert found(store, [*kept, 5]) == 48
+        assert not store.settle_preamble(name, kept=False), "its turn was kept"
+    finally:
+        store.close()
 
 
 def test_deleting_the_last_conversation_deletes_its_preamble(store: Store) -> None:

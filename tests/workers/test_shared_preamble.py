@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from scheduler.execution import Execution
 from scheduler.record import Job
 from scheduler.runs import Cancelled, Preempted
 from store.objects import ROWS
+from store.states import PREAMBLE as NAMED
 from worker_decode.marks import cut_of
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
@@ -215,6 +217,97 @@ def test_what_is_not_to_be_stored_leaves_no_preamble(pair: Pair) -> None:
     node.run(node.execution(job))
     node.settle()
     assert node.store.stats()["objects"] == 0
+
+
+def given_up(node: Node, job: Job) -> None:
+    """Run a job until its preamble is stored, and let its client go."""
+    cut = cut_of(job, node.model.layout)
+    run = node.execution(job)
+    node.engine.add(run, job)
+    while not node.said(job):
+        node.engine.step()
+    eventually(lambda: found(node, job.prompt_ids) == cut, "the preamble is not stored")
+    node.engine.cancel(run)
+
+
+def saved(node: Node) -> None:
+    """Until the saver has done what it was given."""
+    done = threading.Event()
+    node.engine.kept.saver.do(done.set)
+    assert done.wait(60)
+
+
+def conversations(node: Node) -> list[str]:
+    """Those that the stored preambles belong to."""
+    with node.store.environment.read() as txn:
+        return [state.conversation for state in node.store.states.named(txn, NAMED)]
+
+
+def objects(node: Node) -> int:
+    node.engine.idle()
+    return int(node.store.stats()["objects"])
+
+
+def test_a_preamble_of_a_turn_that_nobody_keeps_goes_with_it(
+    kind: Model, words: Any, tmp_path: Path
+) -> None:
+    node = Node(kind, words, tmp_path, jobs={"parked_seconds": 0})
+    try:
+        given_up(node, begun(0))
+        eventually(lambda: objects(node) == 0, "the preamble stays")
+        assert node.store.check().clean
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_preamble_stays_for_a_turn_that_is_kept(
+    kind: Model, words: Any, tmp_path: Path, again: int
+) -> None:
+    """Of the same client, that asks once more, or of another that says the same first."""
+    node = Node(kind, words, tmp_path)
+    loose, now = node.engine._sharing.loose, [0.0]
+    loose.clock = lambda: now[0]
+    try:
+        first, second = begun(0), begun(again)
+        length, cut = first.prompt_tokens, cut_of(first, kind.layout)
+        given_up(node, first)
+        node.engine.idle()
+        assert node.store.check().clean
+        assert computed(node, second) == ("restored", length - cut)
+        now[0] = 1e6
+        node.settle()
+        saved(node)
+        assert node.store.drop_state(second.id)
+        assert node.store.check().clean
+        assert found(node, begun(2).prompt_ids) == cut
+        assert conversations(node) == [""]
+    finally:
+        node.close()
+
+
+def test_a_preamble_that_others_still_use_waits_for_their_end(
+    kind: Model, words: Any, tmp_path: Path
+) -> None:
+    node = Node(kind, words, tmp_path)
+    loose, now = node.engine._sharing.loose, [0.0]
+    loose.clock = lambda: now[0]
+    try:
+        first, second = begun(0), begun(1)
+        cut = cut_of(first, kind.layout)
+        given_up(node, first)
+        run = node.execution(second)
+        node.engine.add(run, second)
+        now[0] = 1e6
+        node.engine.idle()
+        saved(node)
+        assert found(node, second.prompt_ids) == cut, "the other one begins with it"
+        node.engine.cancel(run)
+        node.engine.idle()
+        now[0] = 2e6
+        eventually(lambda: objects(node) == 0, "the preamble stays")
+    finally:
+        node.close()
 
 
 def test_a_preamble_outlives_its_conversations_and_the_process(
