@@ -13,13 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import redis
 
 from scheduler.execution import Execution, Pending
 from scheduler.redis_client import AWAY
-from scheduler.runs import append_row, append_rows
+from scheduler.runs import Row, append_rows
 from store.meter import Meter, charge
 
 log = logging.getLogger("tandem.outbox")
@@ -33,14 +32,15 @@ Numbered = tuple[Execution, int, list[Pending]]
 """Events of an execution, and the number of the first of them."""
 
 
-def rows_of(numbered: Sequence[Numbered]) -> list[dict[str, Any]]:
+def rows_of(numbered: Sequence[Numbered]) -> list[Row]:
     """What the script that appends takes."""
-    rows = []
+    rows: list[Row] = []
     for execution, first, events in numbered:
-        tokens = False
+        tokens, data = False, []
         for event in events:
             tokens = tokens or event.tokens
-        rows.append(append_row(execution.job, first, [event.data for event in events], tokens))
+            data.append(event.data)
+        rows.append((execution.job.id, execution.job.run, first, data, tokens))
     return rows
 
 
@@ -49,9 +49,11 @@ class Outbox:
 
     def __init__(self, client: redis.Redis, capacity: int = 10_000) -> None:
         self._client = client
+        self._held: redis.Redis | None = None
         self._capacity = capacity
         self._items: deque[tuple[Execution, Pending | Callable[[], None]]] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._closing = False
         self._sleeps = False  # the thread: it must be woken
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
@@ -62,7 +64,7 @@ class Outbox:
 
     def put(self, execution: Execution, events: list[Pending]) -> None:
         """Queue events of one execution; waits while `capacity` events are queued already."""
-        with self._changed:
+        with self._lock:  # not through the condition, which takes longer than the rest
             while len(self._items) >= self._capacity and not self._closing:
                 self._changed.wait(0.5)
             for event in events:
@@ -129,7 +131,10 @@ class Outbox:
         for execution, item in batch:
             if not isinstance(item, Pending):
                 break
-            fresh.setdefault(execution, []).append(item)
+            if (events := fresh.get(execution)) is None:
+                fresh[execution] = [item]
+            else:
+                events.append(item)
             count += 1
         numbered = [
             (execution, execution.first + len(execution.log), events)
@@ -141,6 +146,14 @@ class Outbox:
             execution.log.extend(events)
         return count
 
+    def _connected(self) -> redis.Redis:
+        # A connection of our own: to take one from the pool and look it over, once a step, costs
+        # more than to pack what is sent. It connects again by itself.
+        if self._held is None:
+            pool = self._client.connection_pool
+            self._held = redis.Redis(connection_pool=pool, single_connection_client=True)
+        return self._held
+
     def _send(self, numbered: list[Numbered]) -> None:
         if not numbered:
             return
@@ -148,7 +161,7 @@ class Outbox:
         sending = Meter()
         try:
             with charge(sending):
-                answers = append_rows(self._client, rows)
+                answers = append_rows(self._connected(), rows)
         except AWAY:
             raise
         except redis.RedisError as error:

@@ -29,6 +29,9 @@ from scheduler.serializer import pack, unpack
 Outcome = Literal["ok", "done", "lost", "cancel", "behind"]
 Release = Literal["requeued", "failed", "cancelled", "kept", "lost", "done"]
 Call = tuple[str, dict[str, Any]]
+Row = tuple[str, str, int, Sequence[bytes], bool]
+"""Events of a run to be appended: response, run, number of the first, packed events, and whether
+they carry token ids."""
 
 IN_PROGRESS = {"type": "response.in_progress"}
 
@@ -169,8 +172,7 @@ class Runs:
 
     def append(self, job: Job, first: int, events: Sequence[bytes], tokens: bool) -> Outcome:
         """Append packed events, of which the first has number `first`."""
-        rows = [append_row(job, first, events, tokens)]
-        return append_rows(self.client, rows)[0][0]
+        return append_rows(self.client, [(job.id, job.run, first, events, tokens)])[0][0]
 
     def finish(self, job: Job, result: Result, first: int = -1, ledger: bytes = b"") -> Outcome:
         """End a decode: completed or incomplete. The event is the last of the log."""
@@ -388,26 +390,13 @@ class Runs:
         return cast(Outcome, scripts.call(self.client, name, args).decode())
 
 
-def append_row(job: Job, first: int, events: Sequence[bytes], tokens: bool) -> dict[str, Any]:
-    """What `append_rows` takes for one run; see `Runs.append`."""
-    return {
-        "id": job.id,
-        "run": job.run,
-        "first": first,
-        "events": list(events),
-        "tokens": tokens,
-    }
-
-
-def append_rows(
-    client: redis.Redis, rows: Sequence[Mapping[str, Any]]
-) -> list[tuple[Outcome, int]]:
+def append_rows(client: redis.Redis, rows: Sequence[Row]) -> list[tuple[Outcome, int]]:
     """Append events of several runs in one step, told in one message: outcomes and counts."""
     # Packed as it is told, so that the script need not pack it again; see `scripts._argument`.
-    said = [(row["id"], row["first"], row["events"]) for row in rows]
-    args = {"runs": [row["run"] for row in rows], "tokens": [row["tokens"] for row in rows]}
+    said = [(resp, first, events) for resp, _, first, events, _ in rows]
+    args = {"runs": [row[1] for row in rows], "tokens": [row[4] for row in rows]}
     odd = scripts.call(client, "append", args, bytes(msgpack.packb(said, use_bin_type=False)))
-    answers: list[tuple[Outcome, int]] = [("ok", r["first"] + len(r["events"])) for r in rows]
+    answers: list[tuple[Outcome, int]] = [("ok", row[2] + len(row[3])) for row in rows]
     for number, outcome, count in unpack(odd) if odd else ():
         answers[number] = (cast(Outcome, outcome), int(count))
     return answers
