@@ -23,7 +23,7 @@ def test_a_waiting_response_shows_that_it_lives(stack: Stack) -> None:
     stack.workers.may_prefill.clear()
     body = {"input": "Hi", "stream": True}
     events = []
-    with httpx.stream("POST", f"{stack.url}/v1/responses", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{stack.url}/v1/responses", json=body, timeout=120) as answer:
         for line in answer.iter_lines():
             if not line.startswith("data: "):
                 continue
@@ -41,6 +41,6 @@ def test_a_waiting_response_shows_that_it_lives(stack: Stack) -> None:
     assert alive[0]["sequence_number"] == events[at - 1]["sequence_number"]
     # A replay tells the logged events only, with the same numbers.
     response = told[0]["response"]["id"]
-    got = httpx.get(f"{stack.url}/v1/responses/{response}", params={"stream": "true"}, timeout=30)
+    got = httpx.get(f"{stack.url}/v1/responses/{response}", params={"stream": "true"}, timeout=120)
     lines = [line[6:] for line in got.text.splitlines() if line.startswith("data: ")]
     assert [json.loads(line) for line in lines] == told

@@ -46,7 +46,7 @@ def texts(client: OpenAI, conversation: str) -> list[str]:
 
 
 def post(stack: Stack, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{stack.url}/v1/conversations/{path}", json=body, timeout=30)
+    return httpx.post(f"{stack.url}/v1/conversations/{path}", json=body, timeout=120)
 
 
 def test_a_fork_goes_on_with_the_exact_ids(stack: Stack, client: OpenAI) -> None:
@@ -88,7 +88,7 @@ def test_an_exported_conversation_comes_back_as_it_was(stack: Stack, client: Ope
     said, ids = texts(client, origin), stack.store.turn_ids(two.id)
     client.conversations.delete(origin)
     for _ in range(2):  # the second time it is here already
-        back = httpx.post(f"{url}/import", content=iter([data[:100], data[100:]]), timeout=30)
+        back = httpx.post(f"{url}/import", content=iter([data[:100], data[100:]]), timeout=120)
         assert back.status_code == 200, back.text
         assert back.json()["id"] == origin
         assert back.json()["imported"]["turns"] == 2
@@ -99,14 +99,14 @@ def test_an_exported_conversation_comes_back_as_it_was(stack: Stack, client: Ope
     assert list((stack.config.data_dir / "transfer").iterdir()) == []
     # Nothing is taken from a file that is damaged, and nothing of this machine is told.
     for wrong in (b"", b"x" * 50, data[:-30], data[:300] + bytes([data[300] ^ 1]) + data[301:]):
-        refused = httpx.post(f"{url}/import", content=wrong, timeout=30)
+        refused = httpx.post(f"{url}/import", content=wrong, timeout=120)
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["code"] == "invalid_file"
         assert str(stack.config.data_dir) not in refused.text
-    huge = httpx.post(f"{url}/import", content=b"x" * ((1 << 20) + 1), timeout=30)
+    huge = httpx.post(f"{url}/import", content=b"x" * ((1 << 20) + 1), timeout=120)
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
     parts = iter([b"x" * (1 << 19)] * 3)  # without a length
-    assert httpx.post(f"{url}/import", content=parts, timeout=30).status_code == 413
+    assert httpx.post(f"{url}/import", content=parts, timeout=120).status_code == 413
     assert httpx.get(f"{url}/conv_{'0' * 32}/export").status_code == 404
     assert list((stack.config.data_dir / "transfer").iterdir()) == []
 
@@ -123,7 +123,7 @@ def test_a_client_that_leaves_in_the_middle(stack: Stack, client: OpenAI) -> Non
         raise ConnectionError("the client has gone")
 
     with pytest.raises(ConnectionError):
-        httpx.post(f"{stack.url}/v1/conversations/import", content=parts(), timeout=30)
+        httpx.post(f"{stack.url}/v1/conversations/import", content=parts(), timeout=120)
     assert going.is_set()
     with pytest.raises(openai.NotFoundError):
         client.conversations.retrieve(origin)

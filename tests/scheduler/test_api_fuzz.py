@@ -112,7 +112,7 @@ def test_bodies(stack: Stack, document: dict[str, Any], data: st.DataObject) -> 
     real = real.replace("{conversation_id}", "conv_" + "1" * 32)
     raw = json.dumps(body)
     headers = {"content-type": "application/json"}
-    check(httpx.post(stack.url + real, content=raw, headers=headers, timeout=30), path)
+    check(httpx.post(stack.url + real, content=raw, headers=headers, timeout=120), path)
 
 
 @LIMITS
@@ -131,7 +131,7 @@ def test_paths_and_queries(stack: Stack, document: dict[str, Any], data: st.Data
         )
     )
     method = data.draw(st.sampled_from(["GET", "DELETE", "POST", "PUT", "OPTIONS"]))
-    check(httpx.request(method, stack.url + real, params=query, timeout=30), path)
+    check(httpx.request(method, stack.url + real, params=query, timeout=120), path)
 
 
 @LIMITS

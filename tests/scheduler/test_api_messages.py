@@ -23,7 +23,7 @@ def stack() -> Iterator[Stack]:
 
 def post(stack: Stack, path: str = "", **body: Any) -> httpx.Response:
     whole = {"model": "test-model", "max_tokens": 200, **body}
-    return httpx.post(f"{stack.url}/v1/messages{path}", json=whole, timeout=30)
+    return httpx.post(f"{stack.url}/v1/messages{path}", json=whole, timeout=120)
 
 
 def streamed(stack: Stack, **body: Any) -> list[dict[str, Any]]:

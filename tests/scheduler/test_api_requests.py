@@ -46,7 +46,7 @@ def jobs(stack: Stack) -> Jobs:
 
 
 def post(stack: Stack, body: Any, **options: Any) -> httpx.Response:
-    return httpx.post(f"{stack.url}/v1/responses", json=body, timeout=30, **options)
+    return httpx.post(f"{stack.url}/v1/responses", json=body, timeout=120, **options)
 
 
 def optional(count: int) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def test_redis_or_store_away(durable_redis: Server) -> None:
         answer = post(stack, {"input": "Hi"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
         assert "Redis cannot be reached" in answer.json()["error"]["message"]
-        ready = httpx.get(f"{stack.url}/ready", timeout=30)
+        ready = httpx.get(f"{stack.url}/ready", timeout=120)
         assert (ready.status_code, ready.json()["redis"]) == (503, False)
         assert httpx.get(f"{stack.url}/health").json() == {"ok": True}
         durable_redis.start()
@@ -488,5 +488,5 @@ def test_a_turn_that_ends_before_it_is_looked_at_again(
     monkeypatch.setattr(intake, "_still_head", later)
     for number in range(2):
         body = {"input": f"Turn {number}", "conversation": conversation}
-        assert httpx.post(f"{stack.url}/v1/responses", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{stack.url}/v1/responses", json=body, timeout=120).status_code == 200
     assert len(stack.store.conversation_turns(conversation)) == 2

@@ -172,7 +172,7 @@ def test_messages_use_tools(stack: Stack, client: OpenAI) -> None:
 
     def post(messages: Any, **more: Any) -> httpx.Response:
         body = {"model": "test-model", "max_tokens": 99, "messages": messages, "tools": tools}
-        return httpx.post(f"{stack.url}/v1/messages", json=body | more, timeout=30)
+        return httpx.post(f"{stack.url}/v1/messages", json=body | more, timeout=120)
 
     made = post(HI).json()
     assert made["stop_reason"] == "tool_use"

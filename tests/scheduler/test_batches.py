@@ -263,7 +263,7 @@ def test_a_body_that_stops_is_given_up(
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 1000\r\n"
         "Content-Type: multipart/form-data; boundary=b\r\n\r\n--b\r\n"
     )
-    with socket.create_connection(("127.0.0.1", stack.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=120) as connection:
         connection.sendall(head.encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408 ")

@@ -152,7 +152,7 @@ def stack() -> Iterator[Stack]:
 
 
 def ask(stack: Stack, **body: Any) -> httpx.Response:
-    return httpx.post(f"{stack.url}/v1/responses", json=body, timeout=30)
+    return httpx.post(f"{stack.url}/v1/responses", json=body, timeout=120)
 
 
 def test_a_request_may_say_where_and_sees_where(stack: Stack) -> None:

@@ -313,7 +313,7 @@ def test_redis_through_a_tunnel_and_through_tls(
     words = str(config.redis.password_file)
     with serving(config), forwarding(where, None) as port:
         tunnel = Config(redis={"url": f"redis://127.0.0.1:{port}/0", "password_file": words})
-        assert probe(tunnel.redis_url, 20)
+        assert probe(tunnel.redis_url, 60)
         if shutil.which("openssl") is None:
             pytest.skip("openssl is not here to make a certificate")
         subprocess.run(
@@ -332,7 +332,7 @@ def test_redis_through_a_tunnel_and_through_tls(
                     "password_file": words,
                 }
             )
-            assert probe(trusted.redis_url, 20)
+            assert probe(trusted.redis_url, 60)
             unknown = Config(redis={"url": url, "password_file": words})
             with pytest.raises(RedisUnavailable, match="certificate verify failed"):
                 probe(unknown.redis_url, 0.0)

@@ -55,14 +55,14 @@ def test_the_end_of_the_pipe_ends_the_child() -> None:
         os.close(reading)
         assert first_line(child) == "True False"
         os.close(writing)
-        assert child.wait(30) == 7
+        assert child.wait(90) == 7
 
 
 def test_without_a_parent_nothing_is_watched() -> None:
     with spawn(["-c", CHILD], None) as child:
         assert first_line(child) == "False False"
         child.terminate()
-        assert child.wait(30) == 7
+        assert child.wait(90) == 7
 
 
 def test_a_parents_sudden_death(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_signals_are_passed_on_to_a_program(number: int, status: int) -> None:
     with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", PROGRAM], None) as keeper:
         assert first_line(keeper) == "running"
         keeper.send_signal(number)
-        assert keeper.wait(30) == status
+        assert keeper.wait(90) == status
 
 
 def test_a_program_ends_with_the_pipe() -> None:
@@ -99,7 +99,7 @@ def test_a_program_ends_with_the_pipe() -> None:
         os.close(reading)
         assert first_line(keeper) == "running"
         os.close(writing)
-        assert keeper.wait(30) == 3
+        assert keeper.wait(90) == 3
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_program_ends_with_the_pipe() -> None:
 )
 def test_the_programs_status_is_the_keepers(script: str, status: int) -> None:
     with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", script], None) as keeper:
-        assert keeper.wait(30) == status
+        assert keeper.wait(90) == status
 
 
 def test_a_program_sees_nothing_of_the_lifeline() -> None:
@@ -118,7 +118,7 @@ def test_a_program_sees_nothing_of_the_lifeline() -> None:
         expected = first_line(plain)
     with spawn(["-m", "scheduler.host.lifeline", sys.executable, "-c", show], reading) as keeper:
         assert first_line(keeper) == expected
-        assert keeper.wait(30) == 0
+        assert keeper.wait(90) == 0
     os.close(reading)
     os.close(writing)
 
@@ -140,4 +140,4 @@ def test_a_signal_before_the_program_runs_reaches_it() -> None:
         "sys.exit(lifeline.main([sys.executable, '-c', program], keep=[r, w]))\n"
     )
     with spawn(["-c", script, PROGRAM], None) as keeper:
-        assert keeper.wait(30) == 3
+        assert keeper.wait(90) == 3

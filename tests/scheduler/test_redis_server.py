@@ -171,7 +171,7 @@ def test_a_wrong_password(config: Config) -> None:
             with pytest.raises(RedisUnavailable, match="refuses us") as caught:
                 probe(url, 60)
             assert "wr0ng" not in str(caught.value)
-        assert probe(f"{config.redis_url}&password=right", 20)
+        assert probe(f"{config.redis_url}&password=right", 60)
     finally:
         server.terminate()
         server.wait()

@@ -98,18 +98,18 @@ def test_it_answers_while_redis_is_away(durable_redis: Server) -> None:
         stack.workers.stop()
         durable_redis.kill()
         assert httpx.get(f"{stack.url}/health").status_code == 200
-        ready = httpx.get(f"{stack.url}/ready", timeout=30)
+        ready = httpx.get(f"{stack.url}/ready", timeout=120)
         assert ready.status_code == 503
         assert ready.json()["missing"] == ["Redis does not answer"]
         eventually(  # what was seen a moment ago is shown for a second
-            lambda: "Redis does not answer" in httpx.get(f"{stack.url}/", timeout=30).text,
+            lambda: "Redis does not answer" in httpx.get(f"{stack.url}/", timeout=120).text,
             "the page does not say that Redis is away",
         )
-        metrics = httpx.get(f"{stack.url}/metrics", timeout=30)
+        metrics = httpx.get(f"{stack.url}/metrics", timeout=120)
         assert "tandem_redis_up 0.0" in metrics.text
         durable_redis.start()
         eventually(
-            lambda: httpx.get(f"{stack.url}/ready", timeout=30).status_code == 200,
+            lambda: httpx.get(f"{stack.url}/ready", timeout=120).status_code == 200,
             "it is not ready again",
         )
 

@@ -67,7 +67,7 @@ async def collect(made: EventHub, name: str = NAME, after: int = -1) -> list[int
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -229,7 +229,7 @@ def test_redis_comes_back(durable_redis: Server) -> None:
                 await asyncio.to_thread(durable_redis.start)
                 await asyncio.to_thread(writer.write, "c", told=False)
                 await asyncio.to_thread(writer.end)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     await task
                 assert seen == [0, 1, 2, 3]
 
@@ -256,7 +256,7 @@ def test_what_was_said_while_the_client_connected_anew(
                 writer.end()
                 killed, heard, _ = await asyncio.to_thread(killing.execute)
                 assert (killed, heard) == (1, 0)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(90):
                     assert await task == [0, 1]
 
     asyncio.run(run())
