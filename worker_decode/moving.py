@@ -96,7 +96,8 @@ class Moving:
         self._save = save
         self._lock = threading.Lock()
         self._links: Links | None = None
-        self._copied: dict[str, Any] = {}
+        #: Of each job: the node that has a copy of its conversation, and what was copied.
+        self._copied: dict[str, tuple[str, Any]] = {}
         self._moving: set[str] = set()
         self.seals = Seals()
         self._outlet = Outlet(store, store.environment.path / "moves")
@@ -128,7 +129,7 @@ class Moving:
         if self._store.get_conversation(ident) is not None:
             self._homes.settle(ident, self._config.node)  # else the copy might be taken for it
         with closing(store_of(node, _PATIENCE)) as there:
-            self._copied[job.id] = self._copy(there, ident, job.previous)
+            self._copied[job.id] = heir, self._copy(there, ident, job.previous)
 
     def send(self, job: Job, heir: str, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Send a state, snapshot last, to decode node `heir`; the facts once it is there.
@@ -159,12 +160,12 @@ class Moving:
         """Meanwhile nobody changes the conversation, whose copy at `heir` is brought up to date."""
         ident = conversation_of(job, self._store)
         with self.seals.sealed(ident):
-            if self._copied.get(job.id) != self._known(ident):  # renamed, say, since then
+            if self._copied.get(job.id) != (heir, self._known(ident)):  # renamed, say, since then
                 node = self._nodes.get("decode", heir)
                 if node is None:
                     raise StoreError(f"decode node {heir} is not there any more")
                 with closing(store_of(node, _PATIENCE)) as there:
-                    self._copied[job.id] = self._copy(there, ident, job.previous)
+                    self._copied[job.id] = heir, self._copy(there, ident, job.previous)
             yield
 
     def left(self, job: Job) -> None:

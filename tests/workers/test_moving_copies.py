@@ -5,13 +5,17 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
-from moving_kit import TALK, Pair, first_turn
+from moving_kit import SECRET, TALK, Pair, first_turn
+from redis_kit import eventually
 
 from scheduler.homes import Homes, key_of
 from scheduler.leaving import Stays
-from scheduler.nodes import Nodes
+from scheduler.nodes import Node, Nodes, Presence
 from store.errors import StoreError
+from store.remote import Remote
 from store.rpc import StoreClient
+from store.serving import serve
+from store.store import Store
 from worker_decode.moving import clear_strays
 
 
@@ -65,3 +69,25 @@ def test_copies_that_a_move_has_left_go_at_the_next_start(pair: Pair) -> None:
         pair.mover.prepare(first, "m4")
     homes.release(TALK)
     pair.client.delete(key_of(TALK))
+
+
+def test_a_copy_at_one_node_is_none_at_another(pair: Pair, redis_url: str) -> None:
+    """Who takes over may change between the first copy and the step that moves the conversation."""
+    first, _ = first_turn(pair)
+    pair.mover.prepare(first, "m4")
+    third = Store.open(pair.dir / "5" / "store", 32 << 20)
+    rpc = serve(third, pair.dir / "m5")
+    entry = Node(
+        "decode", "m5", state="ready", secret=SECRET.hex(),
+        rpc=str(rpc.offer(Remote("127.0.0.1", 0, SECRET))),
+    )  # fmt: skip
+    presence = Presence(redis_url, entry).start()
+    nodes = Nodes(pair.client)
+    eventually(lambda: nodes.get("decode", "m5") is not None, "the node is not published")
+    try:
+        with pair.mover.still(first, "m5"):
+            assert third.conversation_turns(TALK) == [first.id]
+    finally:
+        presence.stop()
+        rpc.close()
+        third.close()
