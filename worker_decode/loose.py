@@ -39,7 +39,7 @@ class Loose:
         self.clock = clock
         self._loose: set[str] = set()
         self._begin: dict[str, set[str]] = {}
-        self._due: deque[tuple[float, str]] = deque()
+        self._due: deque[tuple[float, str, str]] = deque()
         self._settled: deque[tuple[str, bool]] = deque()
 
     def brought(self, turn: str, name: str) -> None:
@@ -53,18 +53,20 @@ class Loose:
             self._begin.setdefault(turn, set()).add(name)
 
     def ended(self, turn: str, *, kept: bool) -> None:
-        """A turn is durable, or is not kept."""
+        """A turn is durable, or is not kept: perhaps an earlier run of it, which was lost, is not."""
         for name in self._begin.pop(turn, ()):
-            if kept:
-                self._settle(name, kept=True)
-            else:
-                self._due.append((self.clock() + self._patience, name))
+            self._due.append((self.clock() + self._patience, turn, name))
+        if kept:
+            for _, one, name in self._due:
+                if one == turn:
+                    self._settle(name, kept=True)
+            self._due = deque(entry for entry in self._due if entry[1] != turn)
 
     def look_after(self, *, wait: bool = False) -> None:
         """Have those dropped whose time has come, while the saver has room; all of them where this
         node is to stop and so may `wait` for it."""
         while self._due and (wait or self._due[0][0] <= self.clock()):
-            _, name = self._due.popleft()
+            _, _, name = self._due.popleft()
             if not any(name in names for names in self._begin.values()):
                 self._settle(name, kept=False)
         while self._settled and (wait or self._saver.room):

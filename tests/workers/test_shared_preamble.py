@@ -286,6 +286,28 @@ def test_a_preamble_stays_for_a_turn_that_is_kept(
         node.close()
 
 
+def test_a_preamble_stays_where_a_later_run_of_its_turn_is_kept(
+    kind: Model, words: Any, tmp_path: Path
+) -> None:
+    """The run that brought it is known to be lost only when the next one is under way."""
+    node = Node(kind, words, tmp_path)
+    loose, now = node.engine._sharing.loose, [0.0]
+    loose.clock = lambda: now[0]
+    try:
+        first = begun(0)
+        given_up(node, first)
+        node.engine.idle()
+        node.engine._sharing.ended(first.id, kept=True)
+        node.engine.idle()
+        now[0] = 1e6
+        node.engine.idle()
+        saved(node)
+        assert found(node, first.prompt_ids) == cut_of(first, kind.layout)
+        assert conversations(node) == [""]
+    finally:
+        node.close()
+
+
 def test_a_preamble_that_others_still_use_waits_for_their_end(
     kind: Model, words: Any, tmp_path: Path
 ) -> None:
