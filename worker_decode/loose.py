@@ -53,7 +53,8 @@ class Loose:
             self._begin.setdefault(turn, set()).add(name)
 
     def ended(self, turn: str, *, kept: bool) -> None:
-        """A turn is durable, or is not kept: perhaps an earlier run of it, which was lost, is not."""
+        """A turn is durable, or is not kept. That a run of it was lost may be told before that a
+        later one is durable."""
         for name in self._begin.pop(turn, ()):
             self._due.append((self.clock() + self._patience, turn, name))
         if kept:
