@@ -319,9 +319,9 @@ def test_sigterm_finishes_what_runs(
     client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
     # Each is told to stop while it runs something: the second prompt, and both answers.
-    second, said = Hold(tmp_path, "mid_prefill", 5), Hold(tmp_path, "mid_decode", 3)
+    second, goes_on = Hold(tmp_path, "mid_prefill", 5), tmp_path / "go"
     prefill = stack("prefill", **second.spec)
-    news = [new_job(answer=150) for _ in range(2)]
+    news = [new_job(answer=150, request={"until": str(goes_on)}) for _ in range(2)]
     for new in news:
         jobs.accept(new)
     second.reached()
@@ -330,12 +330,11 @@ def test_sigterm_finishes_what_runs(
     second.release()
     assert prefill.process.wait(90) == 0
     assert jobs.get(news[1].id).stage == "decode"
-    decode = stack("decode", step_s=0.01, **said.spec)
-    said.reached()
+    decode = stack("decode", step_s=0.005)
     for new in news:
-        reaches(jobs, new.id, "decoding")
+        eventually(lambda new=new: jobs.get(new.id).first_token_at, "it says nothing")
     decode.send(signal.SIGTERM)
-    said.release()
+    goes_on.touch()
     assert decode.process.wait(90) == 0
     for new in news:
         check_answer(client, jobs, new)
