@@ -31,11 +31,17 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+def still() -> float:
+    """A clock by which rounds are never slower than plain steps: a stall ends no drafting."""
+    return 0.0
+
+
 @pytest.fixture
 def node(loaded: Model, words: Any, model_path: Path, tmp_path: Path) -> Iterator[Node]:
     """The draft model is the model itself, so that nearly every proposal is right."""
     decode = {"drafter": str(model_path), "draft_tokens": 4, "slots": 4}
     made = Node(loaded, words, tmp_path, decode=decode)
+    made.engine._batch._clock = still
     yield made
     made.close()
 
@@ -180,6 +186,7 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_a_models_own_head_is_found_and_drafts(glm: Model, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(glm.path)
     node = Node(glm, tokenizer, tmp_path)
+    node.engine._batch._clock = still
     jobs = [ask(i, 20 + i, seed=i, temperature=0.5 * i) for i in range(3)]
     ended = run(node, jobs)
     for job in jobs:
