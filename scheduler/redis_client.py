@@ -70,6 +70,20 @@ def connect_async(url: str, *, timeout: float = 5.0, patience: float = 5.0) -> r
     )
 
 
+def subscription(client: redis.asyncio.Redis) -> redis.asyncio.client.PubSub:
+    """Subscribe to channels: messages are handed on as they come.
+
+    By itself redis-py makes a line for its log of each whole message, whether it is kept or not.
+    """
+    # The older protocol, which an address may ask for, has no handler for messages.
+    older = str(client.connection_pool.connection_kwargs.get("protocol", 3)) == "2"
+    return client.pubsub() if older else client.pubsub(push_handler_func=_as_it_is)
+
+
+async def _as_it_is(message: Any) -> Any:
+    return message
+
+
 class _CountedSocket:
     """A socket whose received bytes are counted; everything else is passed on."""
 

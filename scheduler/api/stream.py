@@ -23,6 +23,7 @@ from scheduler import events
 from scheduler.api.lane import Lane, body
 from scheduler.api.wire import Wire
 from scheduler.events import Event
+from scheduler.redis_client import subscription
 
 log = logging.getLogger("tandem.api")
 
@@ -244,7 +245,7 @@ class EventHub:
         """Hear while anybody follows; connect again whenever the connection is lost."""
         while True:
             await self._wanted.wait()
-            pubsub = self._client.pubsub()
+            pubsub = subscription(self._client)
             try:
                 await pubsub.subscribe(CHANNEL)
                 while self._wanted.is_set():
