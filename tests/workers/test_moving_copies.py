@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from decode_kit import LONG
 from moving_kit import SECRET, TALK, Pair, first_turn
 from redis_kit import eventually
 
@@ -81,7 +82,7 @@ def test_a_copy_at_one_node_is_none_at_another(pair: Pair, redis_url: str) -> No
         "decode", "m5", state="ready", secret=SECRET.hex(),
         rpc=str(rpc.offer(Remote("127.0.0.1", 0, SECRET))),
     )  # fmt: skip
-    presence = Presence(redis_url, entry).start()
+    presence = Presence(redis_url, entry, LONG).start()
     nodes = Nodes(pair.client)
     eventually(lambda: nodes.get("decode", "m5") is not None, "the node is not published")
     try:

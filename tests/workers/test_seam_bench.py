@@ -11,13 +11,25 @@ from engine.library import DEFAULT_MODEL, resolve
 from store.paths import models_dir
 from worker_prefill import bench
 
+TOKENS = 128
+#: On a machine that stalls an answer may be over before it is told to move.
+TRIES = 3
+
 
 @pytest.mark.rotate(5)
 def test_the_gap_is_set_against_two_steps_and_the_wire(tmp_path: Path) -> None:
     model = resolve(DEFAULT_MODEL, models_dir())
-    found = bench.run(model, tmp_path, rounds=1, tokens=64)
+    for number in range(TRIES):
+        (folder := tmp_path / str(number)).mkdir()
+        try:
+            found = bench.run(model, folder, rounds=1, tokens=TOKENS)
+            break
+        except ModelError as error:
+            print(error)
+    else:
+        raise AssertionError("no answer moved")
     (each,) = found["rounds"]
-    assert bench.BEFORE <= each["said_there"] < 64
+    assert bench.BEFORE <= each["said_there"] < TOKENS
     expected = each["gap_s"] / (2 * each["step_s"] + each["wire_s"])
     assert found["ratios"]["gap_vs_bound"] == pytest.approx(expected, abs=1e-3)
     assert min(each["parts_s"].values()) >= 0

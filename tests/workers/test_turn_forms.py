@@ -91,14 +91,15 @@ def test_regenerated_edited_and_empty_turns(stack: ApiNode) -> None:
 
 
 def test_a_conversation_that_does_not_fit(stack: ApiNode) -> None:
-    conversation = httpx.post(f"{stack.url}/v1/conversations", json={}).json()["id"]
+    conversation = httpx.post(f"{stack.url}/v1/conversations", json={}, timeout=120).json()["id"]
     turns = [ask(stack, input=f"{n}. {TEXT}", conversation=conversation) for n in range(4)]
     last: dict[str, Any] = {"input": f"Last. {TEXT * 2}", "conversation": conversation}
     refused = send(stack, **last)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
     # The refused turn spoils nothing.
-    assert httpx.get(f"{stack.url}/v1/conversations/{conversation}").json()["tandem"]["turns"] == 4
+    kept = httpx.get(f"{stack.url}/v1/conversations/{conversation}", timeout=120).json()
+    assert kept["tandem"]["turns"] == 4
 
     made = ask(stack, **last, truncation="auto")
     assert made["truncation"] == "auto"
@@ -119,7 +120,7 @@ def test_a_conversation_that_does_not_fit(stack: ApiNode) -> None:
     assert cached(after) == held(stack, made)
     assert after["truncation"] == "disabled"
     items = httpx.get(
-        f"{stack.url}/v1/conversations/{conversation}/items", params={"order": "asc"}
+        f"{stack.url}/v1/conversations/{conversation}/items", params={"order": "asc"}, timeout=120
     ).json()["data"]
     assert len(items) == 12, "everything that was said is still there"
 
