@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import asking, make_job
+from decode_kit import LONG, asking, make_job
 from moving_kit import Pair
 from redis_kit import eventually
 from test_late_engine import ids
@@ -195,7 +195,7 @@ def test_a_node_that_cannot_be_asked_holds_up_no_other(
     presence = []
     for name, rpc, secret in (("m5", "/elsewhere/store", ""), ("m6", "127.0.0.1:9", "ab" * 32)):
         entry = Node("decode", name, state="ready", rpc=rpc, secret=secret)
-        presence.append(Presence(redis_url, entry).start())
+        presence.append(Presence(redis_url, entry, LONG).start())
     nodes = Nodes(uneven.client)
     eventually(lambda: len(nodes.list("decode")) == 4, "the nodes are not published")
     status, told, _ = balance("--dry-run", "--json")
