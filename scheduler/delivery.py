@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
@@ -16,9 +16,10 @@ from starlette.requests import Request
 from scheduler import events
 from scheduler.api.backend import Backend
 from scheduler.api.faults import Fault
+from scheduler.api.frames import EventFrames
 from scheduler.api.lane import Lane
 from scheduler.api.lookup import find_job
-from scheduler.api.stream import LogLost, gone
+from scheduler.api.stream import LogLost, Slice, gone
 from scheduler.api.view import replayed
 from scheduler.record import Job, JobError
 
@@ -61,6 +62,12 @@ async def abandon(backend: Backend, response: str) -> None:
         await run_in_threadpool(backend.jobs.abandon, response)
 
 
+async def look_up(backend: Backend, response: str) -> Job:
+    """The job of a stream. Raises Fault 404 where there is none that the caller may see."""
+    async with backend.looking:
+        return await run_in_threadpool(find_job, backend, response)
+
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -75,6 +82,14 @@ class View(Protocol[T_co]):
 
 def _nothing() -> None:
     """What some events mean to a client."""
+
+
+def _told(view: View[T], new: list[events.Event], ended: Job | None) -> list[T]:
+    """What a client is told of events, the last of them terminal where `ended` is given."""
+    if ended is None and isinstance(view, EventFrames) and isinstance(new, Slice):
+        return cast("list[T]", view.render_slice(new))
+    last = new[-1].seq
+    return [view.render(n, d, ended if n == last else None) for n, d in new]
 
 
 async def follow(
@@ -108,7 +123,8 @@ async def follow(
         return functools.partial(lane.write, chunk) if chunk else _nothing
 
     try:
-        hub = backend.hub.follow(job.id, straight=straight if lane else None)
+        through = straight if lane else None
+        hub = backend.hub.follow(job.id, straight=through, born=job.created_at)
         async with contextlib.aclosing(hub) as batches:
             async for new in batches:
                 if not new:
@@ -116,8 +132,8 @@ async def follow(
                     continue
                 ended, last = None, new[-1].seq
                 if events.is_terminal(new[-1].data):
-                    ended = await run_in_threadpool(find_job, backend, job.id)
-                told = [view.render(n, d, ended if n == last else None) for n, d in new]
+                    ended = job if job.ended else await look_up(backend, job.id)
+                told = _told(view, new, ended)
                 seq = last
                 if after < new[0].seq:
                     yield told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -36,11 +37,14 @@ from store.errors import StoreError, StoreUnavailable
 PATIENCE = 3.0
 """Seconds that a request waits for Redis before it is told to come back later."""
 STORE_TIMEOUT = 10.0
+LOOKING = 4
+"""Jobs that are looked up for streams at the same time: clients that come back all at once must
+not take every thread."""
 _NODES_FOR = 1.0
 
 
 class Backend:
-    """Connections and caches of one API process. Thread-safe, but for `hub`."""
+    """Connections and caches of one API process. Thread-safe, but for `hub` and `looking`."""
 
     def __init__(self, config: Config) -> None:
         """Load the tokenizer; connects to nothing yet. Raises TokenizerError."""
@@ -59,6 +63,8 @@ class Backend:
         self.threads = Threads(self.redis, config.model_name, days * 86_400)
         self.async_redis = connect_async(config.redis_url_of("api"), patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
+        self.looking = asyncio.Semaphore(LOOKING)
+        """Held while a job is looked up for a stream."""
         self.audit = Audit.of(config.data_dir)
         self.owners = Owners(config.data_dir)
         self.files = Files(self.redis, config.data_dir / "files", int(config.api.files_gb * 1e9))

@@ -27,7 +27,7 @@ from scheduler.api.lookup import find_job
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, response_object
-from scheduler.delivery import abandon, follow, wait
+from scheduler.delivery import abandon, follow, look_up, wait
 from scheduler.record import Accepted, Job
 
 _TEXT_DELTA = "response.output_text.delta"
@@ -147,7 +147,7 @@ async def _chunks(
     backend: Backend, response: str, include_usage: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent chat.completion.chunk objects; empty ones while nothing else comes."""
-    job = await run_in_threadpool(find_job, backend, response)
+    job = await look_up(backend, response)
     chunks = _Chunks(job, include_usage)
     batches = follow(backend, job, chunks, lane=lane, say=b"".join)
     async with contextlib.aclosing(batches):

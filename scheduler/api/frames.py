@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from scheduler.api.stream import Slice
 from scheduler.api.view import EventView
 from scheduler.record import Job
 
@@ -71,6 +72,15 @@ class EventFrames:
         if data["type"] == _TEXT_DELTA:
             self._view.hear(text)
         return self._spliced(text, seq)
+
+    def render_slice(self, new: Slice) -> list[bytes]:
+        """Of each event what `render` gives, none of them terminal; made once for all readers."""
+        if new.told is None:
+            heard = [str(d.get("delta", "")) for _, d in new if d["type"] == _TEXT_DELTA]
+            new.told = [self.render(seq, data) for seq, data in new], "".join(heard)
+        else:
+            self._view.hear(new.told[1])
+        return new.told[0]
 
     def _maker(self, data: Mapping[str, Any]) -> Callable[[str, int], bytes]:
         # A view of its own: the marks are no part of what was said.

@@ -29,6 +29,9 @@ IMPORT = "/v1/conversations/import"
 COOKIE = "tandem_token"
 BODY_SECONDS = 60.0
 """Longest silence within a body."""
+AT_ONCE = 32
+"""Requests that begin in one round of the event loop: when very many come together, streams that
+run have their turn in between."""
 _SAFE = ("GET", "HEAD")
 _PAGES = ("/rq", "/metrics")
 _NOBODY = Caller(operator=False, scoped=True, owner="nobody")
@@ -54,11 +57,15 @@ class Gate:
         }
         self._hosts = {"localhost", config.api.host.lower()}
         self._exposed = not is_loopback(config.api.host)
+        self._beginning = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] not in OPEN_PATHS:
+            await self._beginning.acquire()
+            asyncio.get_running_loop().call_soon(self._beginning.release)
         with arriving():
             await self._serve(scope, receive, send)
 

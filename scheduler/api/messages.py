@@ -25,7 +25,7 @@ from scheduler.api.message_requests import CountRequest, MessagesRequest, to_res
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, facts, response_object
-from scheduler.delivery import abandon, follow, wait
+from scheduler.delivery import abandon, follow, look_up, wait
 from scheduler.record import Accepted, Job
 
 _PING = frame({"type": "ping"})
@@ -159,7 +159,7 @@ async def _events(
     backend: Backend, response: str, stops: Sequence[str], shown: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Anthropic's server-sent events; pings while nothing else comes."""
-    job = await run_in_threadpool(find_job, backend, response)
+    job = await look_up(backend, response)
     yield frame({"type": "message_start", "message": _message(job)}) + _PING
     blocks = _Blocks(shown)
 
@@ -174,7 +174,7 @@ async def _events(
                 kind = event["type"]
                 if kind in ("response.completed", "response.incomplete"):
                     told += map(frame, blocks.close())
-                    ended = await run_in_threadpool(find_job, backend, response)
+                    ended = await look_up(backend, response)
                     reason, stop = await run_in_threadpool(_stop, backend, ended, stops)
                     delta = {"stop_reason": reason, "stop_sequence": stop}
                     last = {"type": "message_delta", "delta": delta, "usage": _usage(ended)}

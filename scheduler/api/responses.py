@@ -24,8 +24,8 @@ from scheduler.api.schema import ResponseRequest
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import response_object
-from scheduler.delivery import abandon, follow, wait
-from scheduler.record import LIVE
+from scheduler.delivery import abandon, follow, look_up, wait
+from scheduler.record import LIVE, Job
 
 ResponseId = Annotated[str, Path(max_length=256)]
 CANCEL_WAIT = 3.0
@@ -81,10 +81,9 @@ def router(backend: Backend) -> APIRouter:
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=-1)] = -1,
     ) -> Response:
-        job = await run_in_threadpool(find_job, backend, response_id)
         if stream:
-            lane = Lane()
-            return EventStream(_frames(backend, job.id, lane, starting_after), lane=lane)
+            job, lane = await look_up(backend, response_id), Lane()
+            return EventStream(_frames(backend, job.id, lane, starting_after, job), lane=lane)
         return JSONResponse(await _object(backend, response_id))
 
     @routes.post("/{response_id}/cancel")
@@ -146,14 +145,14 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
 
 
 async def _frames(
-    backend: Backend, response: str, lane: Lane, after: int = -1
+    backend: Backend, response: str, lane: Lane, after: int = -1, job: Job | None = None
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events; while nothing comes, how far the response is.
 
     Such a sign of life is in no log. It repeats the number of the event before it, so that a
     client that goes on from the last number it saw misses nothing and gets nothing twice.
     """
-    job = await run_in_threadpool(find_job, backend, response)
+    job = job or await look_up(backend, response)
     number = after
 
     def say(new: list[bytes]) -> bytes:

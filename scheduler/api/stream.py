@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 
 import msgpack
@@ -35,8 +36,11 @@ BACKLOG = 2000
 """Events kept in memory for one follower before it is sent back to the log."""
 AT_ONCE = 200
 """Events read from a log at once: others wait while they are decoded and written."""
-READERS = 16
-"""Logs that are read at the same time."""
+READERS = 8
+"""Logs that are read at the same time, and pieces of them that are told in one round of the loop:
+however many clients read a log from its beginning, the others are served in between."""
+SHARED = 128
+"""Pieces of logs that are kept for others who read the same."""
 CHANNEL = "tandem:live"
 LISTEN_WITHIN = 5.0
 """Seconds to wait for the connection that hears events, before reading the log without it."""
@@ -50,6 +54,19 @@ class LogLost(Exception):
 Write = Callable[[], None]
 Straight = Callable[[list[Event]], Write | None]
 """Makes what a client is told of events while its follower's task waits; None: it cannot now."""
+
+
+class Slice(list[Event]):
+    """Events that were read from a log together; whoever reads a long one may get the same.
+
+    `told` is what a client is told of them, made by the first who needed it.
+    """
+
+    __slots__ = ("told",)
+
+    def __init__(self, new: list[Event]) -> None:
+        super().__init__(new)
+        self.told: tuple[list[bytes], str] | None = None
 
 
 class _Follower:
@@ -146,6 +163,7 @@ class EventHub:
         self._tasks: list[asyncio.Task[None]] = []
         # Each has a connection while it reads: clients that come back all at once share them.
         self._readers = asyncio.Semaphore(READERS)
+        self._slices: OrderedDict[tuple[str, float, int], Slice] = OrderedDict()
         self._up_at = time.monotonic()
         # One for all events: making one costs more than an event.
         self._unpacker = _unpacker()
@@ -161,12 +179,18 @@ class EventHub:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def follow(
-        self, response: str, after: int = -1, straight: Straight | None = None
+        self,
+        response: str,
+        after: int = -1,
+        straight: Straight | None = None,
+        born: float | None = None,
     ) -> AsyncGenerator[list[Event], None]:
         """Events with a number above `after`, to the terminal one, all that are there at once.
 
         An empty list after 10 s of silence. What comes while the caller waits for more goes to
-        `straight` instead, where that takes it. Raises LogLost where the log is gone, or Redis
+        `straight` instead, where that takes it. `born`: when the response was created, which tells
+        its log from that of an earlier one with the same id; what is read of it is shared with
+        others who give the same. Raises LogLost where the log is gone, or Redis
         stays away, and what `straight` raised.
         """
         me = _Follower(after, straight)
@@ -181,7 +205,7 @@ class EventHub:
             while True:
                 if me.behind:
                     me.behind = False
-                    async for new in self._logged(response, me.after):
+                    async for new in self._logged(response, me.after, born):
                         me.after = new[-1].seq
                         yield new
                         if events.is_terminal(new[-1].data):
@@ -216,12 +240,14 @@ class EventHub:
         if not self._followers:
             self._wanted.clear()
 
-    async def _logged(self, response: str, after: int) -> AsyncIterator[list[Event]]:
+    async def _logged(
+        self, response: str, after: int, born: float | None
+    ) -> AsyncIterator[list[Event]]:
         """The log from an event on; waits out a short absence of Redis."""
         while True:
             try:
                 async with self._readers:
-                    batch = await events.aread(self._client, response, after, count=AT_ONCE)
+                    batch = await self._slice(response, after, born)
             except (RedisError, OSError):
                 if time.monotonic() - self._up_at > LOST_AFTER:
                     raise
@@ -235,6 +261,22 @@ class EventHub:
                 # steps are sooner than reads.
                 return
             after = batch[-1].seq
+
+    async def _slice(self, response: str, after: int, born: float | None) -> Slice:
+        """The events after one, as many as are read at once."""
+        name = (response, born or 0.0, after)
+        if born is not None and (known := self._slices.get(name)) is not None:
+            self._slices.move_to_end(name)
+            # Others have their turn even where nothing has to be waited for.
+            await asyncio.sleep(0)
+            return known
+        made = Slice(await events.aread(self._client, response, after, count=AT_ONCE))
+        if born is not None and len(made) == AT_ONCE:
+            # A full one never changes: logs only grow.
+            self._slices[name] = made
+            while len(self._slices) > SHARED:
+                self._slices.popitem(last=False)
+        return made
 
     async def _check(self, response: str) -> None:
         with contextlib.suppress(RedisError, OSError):

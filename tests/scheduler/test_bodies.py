@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from api_stack import Stack
+from held import Held
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_kit import Server, eventually
@@ -149,33 +149,6 @@ def test_only_plain_json_is_read(stack: Stack, pad: str) -> None:
     assert f"more than {MAX_DIGITS} digits" in post(stack, digits).json()["error"]["message"]
 
 
-class Held:
-    """Calls of a function that are held until they may go on."""
-
-    def __init__(self, function: Callable[..., Any], when: Callable[..., bool]) -> None:
-        self._function, self._when = function, when
-        self._lock = threading.Lock()
-        self._go = threading.Event()
-        self.begun = self.inside = self.most = 0
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if not self._when(*args):
-            return self._function(*args, **options)
-        with self._lock:
-            self.begun += 1
-            self.inside += 1
-            self.most = max(self.most, self.inside)
-        try:
-            assert self._go.wait(120), "nobody lets it go on"
-            return self._function(*args, **options)
-        finally:
-            with self._lock:
-                self.inside -= 1
-
-    def release(self) -> None:
-        self._go.set()
-
-
 def sent(pool: ThreadPoolExecutor, stack: Stack, pad: int) -> Future[httpx.Response]:
     return pool.submit(post, stack, {"input": "Hi", "unknown": "x" * pad})
 
@@ -183,7 +156,7 @@ def sent(pool: ThreadPoolExecutor, stack: Stack, pad: int) -> Future[httpx.Respo
 def test_others_are_served_while_a_larger_body_is_read(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held(bodies._checked, lambda raw, shape: True)
+    held = Held(bodies._checked)
     monkeypatch.setattr(bodies, "_checked", held)
     with ThreadPoolExecutor(3) as pool:
         try:
