@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -284,7 +285,11 @@ def test_capacity_follows_from_what_is_stored(
     assert "17,500" in capsys.readouterr().out
 
 
-def test_what_was_just_written_is_resident(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_just_written_is_resident(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = time.gmtime()
+    monkeypatch.setattr(time, "gmtime", lambda *_: today)  # also at midnight
     fill(data)
     assert run("stats", "--json") == 0
     found = said(capsys)
