@@ -195,38 +195,58 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
     Leading system and developer messages become one system message after `instructions`.
     Function calls and reasoning join the assistant message they belong to.
     """
-    messages: list[Message] = []
-    leading = [instructions] if instructions else []
-    for item in items:
-        kind = item.get("type", "message")
-        if kind == "function_call":
-            _assistant(messages).setdefault("tool_calls", []).append(_call(item))
-        elif kind == "function_call_output":
-            output = item.get("output", "")
-            messages.append(
-                {"role": "tool", "tool_call_id": item.get("call_id"), "content": text_of(output)}
-            )
-        elif kind == "reasoning":
-            text = text_of(item.get("content") or item.get("summary") or "")
-            if text:
-                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        elif kind == "compaction":
-            told = f"{BEFORE}\n\n{unseal(str(item['encrypted_content']))}"
-            messages.append({"role": "user", "content": told})
-        elif kind == "message":
-            role = "system" if item["role"] == "developer" else str(item["role"])
-            text = text_of(item.get("content") or "", "" if role == "assistant" else "\n")
-            if role == "system" and not messages:
-                leading.append(text)
-            elif role == "assistant" and _open(messages):
-                messages[-1]["content"] = text
-            elif role == "user" and any(parts_of([item])):
-                messages.append({"role": role, "content": [_part(p) for p in item["content"]]})
-            else:
-                messages.append({"role": role, "content": text})
-    if leading:
-        messages.insert(0, {"role": "system", "content": "\n\n".join(leading)})
-    return messages
+    made = Messages(instructions)
+    made.add(items)
+    return made.all()
+
+
+class Messages:
+    """The messages of `messages_of`, for items that are given bit by bit."""
+
+    def __init__(self, instructions: str | None = None) -> None:
+        self._leading = [instructions] if instructions else []
+        self._rest: list[Message] = []
+
+    def all(self) -> list[Message]:
+        """Those of all items so far; the last ones may still change."""
+        if not self._leading:
+            return list(self._rest)
+        return [{"role": "system", "content": "\n\n".join(self._leading)}, *self._rest]
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Further items."""
+        messages = self._rest
+        for item in items:
+            kind = item.get("type", "message")
+            if kind == "function_call":
+                _assistant(messages).setdefault("tool_calls", []).append(_call(item))
+            elif kind == "function_call_output":
+                told = {"tool_call_id": item.get("call_id")}
+                messages.append(
+                    {"role": "tool", **told, "content": text_of(item.get("output", ""))}
+                )
+            elif kind == "reasoning":
+                text = text_of(item.get("content") or item.get("summary") or "")
+                if text:
+                    messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+            elif kind == "compaction":
+                summary = f"{BEFORE}\n\n{unseal(str(item['encrypted_content']))}"
+                messages.append({"role": "user", "content": summary})
+            elif kind == "message":
+                self._say(item)
+
+    def _say(self, item: Item) -> None:
+        messages = self._rest
+        role = "system" if item["role"] == "developer" else str(item["role"])
+        text = text_of(item.get("content") or "", "" if role == "assistant" else "\n")
+        if role == "system" and not messages:
+            self._leading.append(text)
+        elif role == "assistant" and _open(messages):
+            messages[-1]["content"] = text
+        elif role == "user" and any(parts_of([item])):
+            messages.append({"role": role, "content": [_part(p) for p in item["content"]]})
+        else:
+            messages.append({"role": role, "content": text})
 
 
 def placed(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Message]:

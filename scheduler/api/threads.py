@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import redis
 
-from scheduler.api.prompt import messages_of
+from scheduler.api.prompt import Messages, messages_of
 from scheduler.api.said import Item
 from scheduler.api.tokenizer import Message
 
@@ -87,8 +87,12 @@ class Threads:
             return
         pipe = self._client.pipeline(transaction=False)
         state = _State(self._model, extra)
+        # A conversation may have thousands of answers: nothing of it is looked at once for each.
+        past, done = Messages(instructions), 0
         for start, _ in seams:
-            pipe.lrange(_key(state.over(messages_of(items[:start], instructions))), 0, -1)
+            past.add(items[done:start])
+            done = start
+            pipe.lrange(_key(state.over(past.all())), 0, -1)
         found = cast("list[list[bytes]]", pipe.execute())
         for (start, stop), names in reversed(list(zip(seams, found, strict=True))):
             for name in names:
@@ -159,19 +163,21 @@ class _State:
     def __init__(self, model: str, extra: Any) -> None:
         seed = json.dumps([model, extra], sort_keys=True, default=str)
         self._seed = hashlib.blake2b(seed.encode("utf-8", "replace"), digest_size=16)
-        self._done: list[tuple[Message, Any]] = []
+        self._messages: list[Message] = []
+        self._states: list[Any] = []
 
     def over(self, messages: Sequence[Message]) -> str:
         """The digest; cheap where `messages` begins as in the call before."""
-        at = 0
-        while at < min(len(self._done), len(messages)) and self._done[at][0] == messages[at]:
-            at += 1
-        del self._done[at:]
-        state = (self._done[-1][1] if self._done else self._seed).copy()
+        pairs = zip(self._messages, messages, strict=False)
+        same = min(len(self._messages), len(messages))
+        at = next((i for i, (a, b) in enumerate(pairs) if a is not b and a != b), same)
+        del self._messages[at:], self._states[at:]
+        state = (self._states[-1] if self._states else self._seed).copy()
         for message in messages[at:]:
             text = json.dumps(_content(message), sort_keys=True, ensure_ascii=False, default=str)
             state.update(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest())
-            self._done.append((message, state.copy()))
+            self._messages.append(message)
+            self._states.append(state.copy())
         return str(state.hexdigest())
 
 

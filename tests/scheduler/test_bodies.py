@@ -18,6 +18,8 @@ from redis_kit import Server, eventually
 
 from scheduler.api import bodies, responses
 from scheduler.api.bodies import LONG, MAX_DIGITS, SMALL, Tally, shortened, values_of
+from scheduler.api.schema import MAX_IDS
+from scheduler.sections import ApiConfig
 
 MOST = 1000
 PATHS = ("/v1/responses", "/v1/chat/completions", "/v1/messages")
@@ -92,6 +94,17 @@ def test_long_text_is_one_value(stack: Stack) -> None:
     # What is too much is heard to its end, so that the client reads the answer.
     refused = post(stack, b'{"input": [' + b"[], " * 500_000 + b'"x"]}')
     assert refused.status_code == 413
+
+
+def test_the_longest_conversations_and_many_tools_are_few_enough_values() -> None:
+    words = "and so on, [with commas], " * 20
+    parts = [{"type": "input_text", "text": words}] * 2
+    fields = {f"p{n}": {"type": "string", "description": words} for n in range(50)}
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    tool = {"type": "function", "name": "f", "description": words, "parameters": schema}
+    turns = [{"type": "message", "role": "user", "content": parts}] * MAX_IDS
+    limit = ApiConfig().max_values
+    assert values_of(json.dumps({"input": turns, "tools": [tool] * 128}).encode(), limit) <= limit
 
 
 def test_a_line_of_a_batch_is_bounded_as_well(stack: Stack) -> None:
