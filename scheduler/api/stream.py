@@ -41,6 +41,10 @@ READERS = 8
 however many clients read a log from its beginning, the others are served in between."""
 SHARED = 128
 """Pieces of logs that are kept for others who read the same."""
+TOGETHER = 8
+"""Clients that are written to in one go: each write may wake one on this very processor, and who
+still has work to do between two writes gives way to one after another. Not all of a step at once:
+on other processors the first read while the next events are put into words."""
 CHANNEL = "tandem:live"
 LISTEN_WITHIN = 5.0
 """Seconds to wait for the connection that hears events, before reading the log without it."""
@@ -348,13 +352,19 @@ class EventHub:
                         writes.append((follower, write))
                     else:
                         follower.push(new)
-        # One after the other at the end: each write may wake a client on this very processor, and
-        # whoever still has work to do between two writes gives way to one client after another.
-        for follower, write in writes:
-            try:
-                write()
-            except Exception as error:
-                follower.fail(error)
+                if len(writes) >= TOGETHER:
+                    _write(writes)
+                    writes = []
+        _write(writes)
+
+
+def _write(writes: list[tuple[_Follower, Write]]) -> None:
+    """Tell some clients, one after the other without other work in between; see `TOGETHER`."""
+    for follower, write in writes:
+        try:
+            write()
+        except Exception as error:
+            follower.fail(error)
 
 
 DIRECT = "tandem.send"

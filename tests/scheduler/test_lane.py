@@ -10,9 +10,9 @@ from hub_kit import hub
 from starlette.types import Message
 
 from scheduler.api.lane import Lane
-from scheduler.api.stream import Write
+from scheduler.api.stream import TOGETHER, EventHub, Write, _Follower
 from scheduler.events import Event, key
-from scheduler.redis_client import connect
+from scheduler.redis_client import connect, connect_async
 from scheduler.serializer import pack
 
 NAME = "resp_" + "b" * 32
@@ -157,3 +157,37 @@ def test_one_that_fails_takes_no_event_from_the_others(redis_url: str) -> None:
                 assert made._followers == {}
 
     asyncio.run(run())
+
+
+def test_the_first_of_many_clients_do_not_wait_for_the_last(redis_url: str) -> None:
+    count = 2 * TOGETHER + 1
+    done: list[tuple[str, int]] = []
+
+    async def run() -> None:
+        made = EventHub(connect_async(redis_url))
+        names = [f"resp_{number:032x}" for number in range(count)]
+
+        def way(number: int) -> _Follower:
+            def straight(new: list[Event]) -> Write:
+                assert [(e.seq, e.data["n"]) for e in new] == [(0, number), (1, number)]
+                done.append(("made", number))
+                return lambda: done.append(("written", number))
+
+            one = _Follower(-1, straight)
+            one.sleeper = asyncio.get_running_loop().create_future()
+            return one
+
+        followers = [way(number) for number in range(count)]
+        for name, one in zip(names, followers, strict=True):
+            made._followers[name.encode()] = {one}
+        packed = [[pack({"type": "a", "n": n}), pack({"type": "b", "n": n})] for n in range(count)]
+        rows = [[name, 0, events] for name, events in zip(names, packed, strict=True)]
+        made._deliver(msgpack.packb(rows, use_bin_type=False))
+        assert [one.after for one in followers] == [1] * count
+
+    asyncio.run(run())
+    expected = []
+    for first in range(0, count, TOGETHER):
+        some = range(first, min(first + TOGETHER, count))
+        expected += [("made", n) for n in some] + [("written", n) for n in some]
+    assert done == expected
