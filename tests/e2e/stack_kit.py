@@ -46,7 +46,7 @@ class Running:
             "store": {"idle_seconds": 0.2, "size_gb": 1.0},
             # A lease that outlasts a machine that stalls: what a worker that dies here ran is free
             # when its successor starts. Where Redis dies, all wait for one lease (QUICK).
-            "jobs": {"drain_seconds": 5.0, "lease_seconds": 30},
+            "jobs": {"drain_seconds": 30.0, "lease_seconds": 30},
         }
         for name, values in sections.items():
             tree[name] = {**tree.get(name, {}), **values}
