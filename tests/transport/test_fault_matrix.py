@@ -31,6 +31,7 @@ from link_parts import (
 )
 from link_redis import client, redis_socket
 from model_dirs import make_tiny_model
+from redis_kit import eventually
 
 from engine.decode import Batch
 from engine.device import prepare
@@ -59,6 +60,7 @@ PART = 16 << 10
 SLOT = 64 << 10
 """Small batches, so that a small state has many: where the fault strikes is then a choice."""
 BOUND = 90.0
+TRIES = 3
 HERE = Path(__file__).parent
 PARAMS = SamplingParams(max_tokens=4)
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
@@ -191,8 +193,21 @@ def _nothing_is_left(client: redis.Redis) -> Iterator[None]:
     assert open_files() <= files
 
 
-def run_cell(cell: Cell, client: redis.Redis, state: list[Piece]) -> list[Piece]:
-    """Play a cell to its end; returns what the receiver has then."""
+def form(node: Node, link: Link) -> None:
+    """Connect; once more where a stall of the machine was too long for that."""
+    try:
+        link._connected()
+    except LinkError:
+        sessions = node.receiver._sessions
+        eventually(lambda: len(sessions) == 1, "more than the bystander's link is left")
+        link._connected()
+
+
+def run_cell(cell: Cell, client: redis.Redis, state: list[Piece]) -> list[Piece] | None:
+    """Play a cell to its end; returns what the receiver has then.
+
+    None where the fault has not come about: the link broke before, as on a machine that stalls.
+    """
     begun = time.monotonic()
     with contextlib.ExitStack() as stack:
         node = Node(cell, client, stack)
@@ -204,14 +219,13 @@ def run_cell(cell: Cell, client: redis.Redis, state: list[Piece]) -> list[Piece]
         other.send(aside[:2])
         link = node.link(first=True)
         node.receiver.deadline = DEADLINE  # of the link that is formed now
-        link._connected()
+        form(node, link)
         node.receiver.deadline = SOUND
         node.hands.seize(link, node.receiver)
         first = threading.Thread(target=node.first, args=(link, state))
         first.start()
         frozen = cell.side == "sender" and cell.fault == "freeze"
-        if frozen:
-            assert node.hands.struck.wait(20)
+        if frozen and node.hands.struck.wait(20):
             sessions = node.receiver._sessions
             limit = time.monotonic() + 20
             while node.hands.session in sessions.values():  # its own end is of no help
@@ -231,14 +245,15 @@ def run_cell(cell: Cell, client: redis.Redis, state: list[Piece]) -> list[Piece]
         first.join(BOUND)
         assert not first.is_alive()
         assert not node.problems, node.problems
-        assert node.hands.struck.is_set() or cell.fault == "abort"
+        node.hands.trigger.unlink(missing_ok=True)
+        if not node.hands.struck.is_set() and cell.fault != "abort":
+            return None
         assert time.monotonic() - begun < BOUND
         assert attempts <= 4
         sink = node.sink
     assert contents(sink.finished["t-other"]) == contents(aside)
     assert sink.events.count(("done", "t-1")) <= 2
     assert sink.held == 0
-    node.hands.trigger.unlink(missing_ok=True)
     return sink.finished["t-1"]
 
 
@@ -273,7 +288,12 @@ def solo(tmp_path_factory: pytest.TempPathFactory) -> Solo:
 
 def check(cell: Cell, client: redis.Redis, solo: Solo) -> None:
     """Play a cell; what arrived in the end must decode to what one process answers alone."""
-    arrived = run_cell(cell, client, solo.state)
+    for _ in range(TRIES):
+        arrived = run_cell(cell, client, solo.state)
+        if arrived is not None:
+            break
+    else:
+        raise AssertionError("the fault has never come about")
     model = solo.model
     importer = Importer(model.layout, model.fresh_cache(), model.fingerprint, len(solo.ids))
     importer.add_all(arrived[:-1])
