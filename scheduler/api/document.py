@@ -194,6 +194,13 @@ ANSWERS: dict[str, type[BaseModel]] = {
     "get /v1/models/{model}": Model,
 }
 PICTURES = ("get /v1/responses/{response_id}/ledger.svg",)
+#: Of a stream OpenAPI 3.1 describes each event, as it has been taken apart.
+EVENT = {
+    "type": "object",
+    "description": "one event; its data are JSON, or [DONE] at the end of a chat completion",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 STREAMS = (
     "post /v1/responses",
     "get /v1/responses/{response_id}",
@@ -235,7 +242,7 @@ def _describe(name: str, operation: dict[str, Any]) -> None:
     if (model := ANSWERS.get(name)) is not None:
         answers["200"] = {"description": model.__doc__ or "", **_content(model)}
         if name in STREAMS:
-            answers["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            answers["200"]["content"]["text/event-stream"] = {"schema": EVENT}
 
 
 def _content(model: type[BaseModel]) -> dict[str, Any]:

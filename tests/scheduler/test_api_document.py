@@ -65,6 +65,23 @@ def test_every_answer_is_described(document: dict[str, Any]) -> None:
     assert set(streamed) == {"application/json", "text/event-stream"}
 
 
+def test_the_events_of_streams_are_described(stack: Stack, document: dict[str, Any]) -> None:
+    schema = schemathesis.openapi.from_dict(document)
+    talk = [{"role": "user", "content": "Hi"}]
+    for path, body in (
+        ("/v1/responses", {"input": "Hi", "stream": True}),
+        ("/v1/chat/completions", {"messages": talk, "stream": True}),
+        (
+            "/v1/messages",
+            {"model": "test-model", "max_tokens": 9, "messages": talk, "stream": True},
+        ),
+    ):
+        case = schema[path]["POST"].Case(body=body, media_type="application/json")
+        answer = case.call(base_url=stack.url, timeout=120)
+        assert answer.headers["content-type"][0].startswith("text/event-stream")
+        case.validate_response(answer, checks=CHECKS)
+
+
 def real_names(stack: Stack) -> dict[str, str]:
     """Names of things that are there."""
     url, body = f"{stack.url}/v1", {"input": "Hi", "store": True}
