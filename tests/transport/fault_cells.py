@@ -275,4 +275,4 @@ def children() -> dict[int, int]:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout

@@ -68,7 +68,7 @@ def ask(sender: Sender, name: str, sink: Reporting) -> None:
         name, turn="turn", response="r", fingerprint=FINGERPRINT, tokens=96,
         refused=lambda error: (say(f"refused: {error.code}"), over.set())[0],
     )  # fmt: skip
-    over.wait(30)
+    over.wait(60)
 
 
 def send(host: str, deadline: float, port: int) -> None:

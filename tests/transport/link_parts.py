@@ -124,7 +124,7 @@ class MemorySink:
         self.events.append((what, transfer))
         self.changed.notify_all()
 
-    def wait_for(self, what: str, transfer: str, count: int = 1, seconds: float = 20) -> None:
+    def wait_for(self, what: str, transfer: str, count: int = 1, seconds: float = 60) -> None:
         """Until the call happened `count` times (a safety net, not a measurement)."""
         with self.changed:
             assert self.changed.wait_for(
@@ -152,9 +152,9 @@ def open_files() -> int:
 def link_threads() -> list[str]:
     """Names of the link's threads that stay alive: one that has done its work may still be going.
 
-    (A safety net of 20 s.)
+    (A safety net of 60 s.)
     """
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while True:
         names = [each.name for each in threading.enumerate() if each.name.startswith("link-")]
         if not names or time.monotonic() > limit:
@@ -181,7 +181,7 @@ class Peer:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
         )
 
-    def line(self, seconds: float = 20) -> str:
+    def line(self, seconds: float = 60) -> str:
         """The peer's next line."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
@@ -201,7 +201,7 @@ class Peer:
     def close(self) -> None:
         """Kill it and release its pipes."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -36,11 +36,11 @@ def redis_socket() -> Iterator[Path]:
             yield socket
         finally:
             server.terminate()
-            server.wait(10)
+            server.wait(60)
 
 
 def _wait(socket: Path, server: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while time.monotonic() < limit and server.poll() is None:
         try:
             with redis.Redis(unix_socket_path=str(socket)) as client:

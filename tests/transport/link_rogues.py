@@ -16,7 +16,7 @@ from transport.frame import ROWS, SIZE, SNAPSHOT, Frame, cut, header_digest
 from transport.protocol import Hello, Message, Offer, Ping
 from transport.wire import Connection
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class RogueSender:

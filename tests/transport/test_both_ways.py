@@ -113,7 +113,7 @@ class Borrower:
 
     def wait_refused(self, name: str) -> LinkError:
         with self.changed:
-            assert self.changed.wait_for(lambda: name in self.refused, 20)
+            assert self.changed.wait_for(lambda: name in self.refused, 60)
         return self.refused[name]
 
 
@@ -199,7 +199,7 @@ def test_several_nodes_lend_to_several_and_one_that_dies_hurts_no_other() -> Non
         for link in links.values():
             stack.callback(link.close)
         for shelf in shelves:
-            shelf.between = lambda index: (gate.wait(20) if index == 3 else None, None)[1]
+            shelf.between = lambda index: (gate.wait(60) if index == 3 else None, None)[1]
         for (i, j), link in links.items():
             borrowers[i].ask(link, "turn-1", f"l-{i}{j}")
             borrowers[i].sink.wait_for("piece", f"l-{i}{j}", 3)
@@ -244,7 +244,7 @@ def test_who_got_a_state_is_not_refused_it_when_the_link_ends(
     monkeypatch.setattr(Incoming, "offered", slowly)
     with both_ends("tcp", client, shelf, borrower) as (_, sender):
         borrower.ask(sender, "small", "l-1")
-        assert cut.wait(20)
+        assert cut.wait(60)
     assert not borrower.refused
 
 
@@ -305,16 +305,16 @@ def test_a_link_that_lends_counts_as_busy(client: redis.Redis) -> None:
     """A better backend is not tried meanwhile: that would end it."""
     shelf, borrower = Shelf({"turn-1": BACK}), Borrower()
     asked, gate = threading.Event(), threading.Event()
-    shelf.between = lambda index: ((asked.set(), gate.wait(20)) if index == 5 else None, None)[1]
+    shelf.between = lambda index: ((asked.set(), gate.wait(60)) if index == 5 else None, None)[1]
     with both_ends("tcp", client, shelf, borrower) as (_, sender):
         assert not sender.busy
         borrower.ask(sender, "turn-1", "l-1")
         assert sender.busy
-        assert asked.wait(20)
+        assert asked.wait(60)
         assert sender.busy
         gate.set()
         borrower.sink.wait_for("done", "l-1")
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + 60
         while sender.busy:
             assert time.monotonic() < limit
             time.sleep(0.01)
@@ -323,7 +323,7 @@ def test_a_link_that_lends_counts_as_busy(client: redis.Redis) -> None:
 def test_too_many_asks_are_refused() -> None:
     gate = threading.Event()
     shelf = Shelf({"turn-1": make_state([10])})
-    shelf.between = lambda index: (gate.wait(20), None)[1]
+    shelf.between = lambda index: (gate.wait(60), None)[1]
     with receiving(MemorySink(), lender=shelf) as receiver:
         rogue = RogueSender(receiver.address)
         for number in range(6):
@@ -366,7 +366,7 @@ def test_what_nobody_asked_for_is_not_taken(message: str) -> None:
     made: list[tuple[object, object]] = []
     hello.start()
     sender = Sender.connect(rogue.address, SECRET, LONG, streams=1)
-    hello.join(20)
+    hello.join(60)
     control, _ = made[0]
     offer = Offer("t", 1, "t", FINGERPRINT, 0, 1, 1, 16)
     control.send(Want(1) if message == "want" else offer)  # type: ignore[attr-defined]

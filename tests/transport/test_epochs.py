@@ -134,7 +134,7 @@ def meet(url: str, deadline: float, ranks: list[int]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return results
 
 

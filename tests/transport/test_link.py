@@ -88,7 +88,7 @@ def test_several_senders_and_transfers_at_once() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         for sender in senders:
             sender.close()
     assert not failures
@@ -216,7 +216,7 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
 
     class Slow(MemorySink):
         def done(self, transfer: str) -> None:
-            hold.wait(20)
+            hold.wait(60)
             super().done(transfer)
 
     sink = Slow()
@@ -237,7 +237,7 @@ def test_abort_from_another_thread_ends_a_wait() -> None:
         thread.start()
         sink.wait_for("piece", "t-1", 2)
         transfer.abort("the client left")
-        thread.join(10)
+        thread.join(60)
         assert [error.code for error in caught] == ["aborted"]
         hold.set()
         sender.close()

@@ -48,11 +48,11 @@ def pass_on(link: Link, name: str) -> Report:
 
 
 def until_noticed(link: Link) -> None:
-    """Wait until the sending end knows that its connection is gone (a safety net of 20 s)."""
+    """Wait until the sending end knows that its connection is gone (a safety net of 60 s)."""
     sender = link._sender
     assert sender is not None
     with sender.changed:
-        assert sender.changed.wait_for(lambda: not sender.alive, 20)
+        assert sender.changed.wait_for(lambda: not sender.alive, 60)
 
 
 def test_tcp_is_the_way_where_nothing_else_is_configured() -> None:

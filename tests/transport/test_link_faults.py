@@ -475,7 +475,7 @@ def test_a_fault_of_a_receiver(fault: Callable[[Control, Connection], None], cod
     assert caught.value.code == code
     assert isinstance(caught.value, Refused) == (fault is refuses)
     sender.close()
-    thread.join(20)
+    thread.join(60)
     rogue.close()
     assert not problems
     sink = MemorySink()
@@ -493,7 +493,7 @@ def test_versions_that_differ_are_named_on_both_ends(field: str, what: str) -> N
     with pytest.raises(LinkError, match=rf"{what} \d here .* 99 on rogue \(Tandem 9.9\)") as caught:
         Sender.connect(rogue.address, SECRET, LONG)
     assert caught.value.code == "version"
-    thread.join(20)
+    thread.join(60)
     rogue.close()
 
 

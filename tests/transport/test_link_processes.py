@@ -62,7 +62,7 @@ def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
         thread.start()
         assert peer.line() == stage
         peer.signal(blow)
-    thread.join(30)
+    thread.join(60)
     assert not thread.is_alive()
     assert [error.code for error in caught] == ["lost"]
     sender.close()
@@ -127,7 +127,7 @@ def test_a_frozen_sender_that_thaws_cannot_touch_a_newer_attempt() -> None:
         transfer.send(state[:2])
         peer.signal(signal.SIGCONT)
         peer.say("go on")
-        assert peer.process.wait(20) != 0
+        assert peer.process.wait(60) != 0
         transfer.send(state[2:-1])
         transfer.finish(state[-1])
         sender.close()
@@ -141,7 +141,7 @@ def test_sigterm_ends_a_receiver_that_waits_for_a_frozen_sender() -> None:
     transfer = sender.offer("t-1", fingerprint=FINGERPRINT, tokens=16, nbytes=2000)
     transfer.send([make_piece("rows", 0, 16, bytes(1000))])
     peer.signal(signal.SIGTERM)
-    peer.process.wait(30)
+    peer.process.wait(60)
     with pytest.raises(LinkError):
         transfer.finish(make_piece("snapshot", 16, 16, bytes(1000)))
     sender.close()

@@ -115,7 +115,7 @@ def test_two_transfers_at_once_share_a_link(ends: Ends) -> None:
         thread = threading.Thread(target=deliver, args=(sender, "t-a", first))
         thread.start()
         deliver(sender, "t-b", second)
-        thread.join(20)
+        thread.join(60)
         sender.close()
     assert contents(sink.finished["t-a"]) == contents(first)
     assert contents(sink.finished["t-b"]) == contents(second)
@@ -166,9 +166,9 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while Path(f"/proc/{child}").exists() and _state(child) != "Z":
         assert time.monotonic() < limit, "the child is still there"
         time.sleep(0.05)
@@ -181,7 +181,7 @@ def test_nothing_is_held_for_a_child_that_ends_before_it_is_told_anything(
 
     def ended(*command: Any, **options: Any) -> subprocess.Popen[bytes]:
         child: subprocess.Popen[bytes] = started(*command, **options)
-        child.wait(20)
+        child.wait(60)
         return child
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

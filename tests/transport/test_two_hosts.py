@@ -19,7 +19,7 @@ STATE_BYTES = 1000 + 10 * 200_000 + 1_500_000
 
 
 def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
 
 
 @dataclass
