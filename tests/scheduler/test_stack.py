@@ -279,7 +279,9 @@ def test_bad_input_is_answered_in_one_line(
     monkeypatch.setattr("scheduler.host.up.REDIS_SECONDS", 0.0)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert cli.main([*arguments, "--data", str(directory / "data")]) == 2
+    # Not the usual port, at which somebody may listen.
+    port = ["--port", str(own_port())] if arguments[0] == "up" and "--port" not in arguments else []
+    assert cli.main([*arguments, *port, "--data", str(directory / "data")]) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith("tandem: ")
