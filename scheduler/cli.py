@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if getattr(args, "measures_model", False) and args.model is None:
             args.model = _configured_model()
+        if getattr(args, "asks_store", False):
+            _name_store(args)
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130
@@ -119,6 +121,23 @@ def _configured_model() -> str:
 
     config = load()
     return str(find_model(config) or config.model)
+
+
+def _name_store(args: argparse.Namespace) -> None:
+    """Fill in which store the configuration names, for a command of a room that knows none.
+
+    Raises ConfigError.
+    """
+    from scheduler.config import ConfigError, load
+
+    config = load(args.config, {"data_dir": args.data})
+    if config.roles and "decode" not in config.roles and args.data is None and args.node is None:
+        raise ConfigError(
+            f"no store lies on this machine, which does {' and '.join(config.roles)}: ask on one "
+            "that decodes, or name a data directory with --data"
+        )
+    args.data = str(config.data_dir)
+    args.node = args.node or config.node
 
 
 def _load(group: str, subparsers: Any) -> dict[str, str]:

@@ -46,10 +46,17 @@ def register(subparsers: Any) -> None:
 
     def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Any:
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--data", help="data directory (default: TANDEM_DATA or the usual)")
-        command.add_argument("--node", default="local", help="node whose store it is (local)")
+        command.add_argument(
+            "--config", type=Path, metavar="FILE",
+            help="tandem.toml to read (TANDEM_CONFIG, ./tandem.toml, or the data directory's)",
+        )  # fmt: skip
+        command.add_argument(
+            "--data", metavar="DIR", help="data directory (the configuration's, or the usual)"
+        )
+        command.add_argument("--node", help="node whose store it is (the configuration's)")
         command.add_argument("--json", action="store_true", help="print one JSON object")
-        command.set_defaults(run=lambda arguments: _said(run, arguments))
+        # The configuration is not for this room to read: whoever calls fills in data and node.
+        command.set_defaults(run=lambda arguments: _said(run, arguments), asks_store=True)
         return command
 
     command = add("stats", "what is stored and how full the store is", _stats)
@@ -62,7 +69,7 @@ def register(subparsers: Any) -> None:
     command.add_argument("--repair", action="store_true", help="put right what can be")
     command.add_argument("--quick", action="store_true", help="do not read the stored bytes")
     command = add("evict", "drop the least useful states until so much is free", _evict)
-    command.add_argument("bytes", type=size, help="bytes to make free, such as 20G")
+    command.add_argument("bytes", type=size, metavar="SIZE", help="to make free, such as 20G")
     add("compact", "give free disk space back (the store must not be in use)", _compact)
     command = add("export", "write one conversation to a file", _export)
     command.add_argument("conversation", metavar="ID", help="conv_...")
@@ -92,7 +99,7 @@ def _said(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
 def _asking(arguments: argparse.Namespace) -> Iterator[Callable[..., Any]]:
     """A function that calls a method of the store: at its owner if one runs, else here."""
     data = data_dir(arguments.data)
-    client = StoreClient(socket_path(data, arguments.node), timeout=LONG_SECONDS)
+    client = StoreClient(socket_path(data, arguments.node or "local"), timeout=LONG_SECONDS)
     if client.ping():
         try:
             yield client.call
@@ -151,11 +158,12 @@ def _residency(arguments: argparse.Namespace, table: list[dict[str, Any]]) -> in
     if arguments.json:
         print(json.dumps({"residency": table}))
         return 0
-    print(f"{'conversation':<38} {'MB':>10} {'in memory':>10}")
+    print(f"{'state at the end of':<38} {'conversation':<38} {'MB':>10} {'in memory':>10}")
     for row in table:
         share = row["resident_bytes"] / row["bytes"] if row["bytes"] else 1.0
+        turn = row["turn"] if row["turn"].startswith("resp_") else "(inside a prompt)"
         name = row["conversation"] or "(a shared preamble)"
-        print(f"{name:<38} {row['bytes'] / 1e6:>10,.1f} {share:>10.1%}")
+        print(f"{turn:<38} {name:<38} {row['bytes'] / 1e6:>10,.1f} {share:>10.1%}")
     return 0
 
 

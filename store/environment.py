@@ -108,12 +108,13 @@ class Environment:
         cannot read its own pages.
         """
         exists = (path / "data.mdb").exists()
-        if size_bytes < 32 << 20 and not (size_bytes == 0 and exists):
-            if size_bytes == 0 and not create:
-                raise StoreError(f"there is no store in {path}: check the data directory")
-            raise StoreError(f"a store of {size_bytes} bytes is too small: give it 32 MiB or more")
         if not exists and not create:
-            raise StoreError(f"there is no store in {path}: check the data directory")
+            raise StoreError(
+                f"there is no store in {path}: `tandem up` makes one; if it did, check the data "
+                "directory"
+            )
+        if size_bytes < 32 << 20 and not (size_bytes == 0 and exists):
+            raise StoreError(f"a store of {size_bytes} bytes is too small: give it 32 MiB or more")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = _lock_directory(path)
         try:

@@ -46,7 +46,7 @@ def statistics(store: Store) -> dict[str, Any]:
         "live_share": live / environment.map_pages,
         "pending": int(pending),
         "evicted_of_other_models": store.evictor.foreign,
-        "pinned": len(store.pins),
+        "in_use": len(store.pins),
         "prefix_hits": store.reading.prefix_hits,
         "preambles": preambles,
         "inside_prompts": len(inside),

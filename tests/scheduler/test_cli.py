@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 
 from scheduler import cli
 from scheduler.config import ConfigError
+from store.paths import store_dir
+from store.store import Store
 
 
 class Entry:
@@ -164,3 +167,32 @@ def test_what_is_measured_is_what_is_configured(
     (tmp_path / "models" / "glm").mkdir(parents=True)
     assert cli.main(["profile"]) == 0
     assert seen[-1] == str(tmp_path / "models" / "glm")
+
+
+def test_the_store_that_is_asked_is_the_one_that_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [key for key in os.environ if key.startswith("TANDEM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "usual"))
+    monkeypatch.chdir(tmp_path)
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    for folder in (mine, other, tmp_path / "usual" / "tandem"):
+        Store.open(store_dir(folder), 64 << 20).close()
+
+    def asked(*words: str) -> str:
+        assert cli.main(["store", "stats", "--json", *words]) == 0
+        return str(json.loads(capsys.readouterr().out)["path"])
+
+    assert asked() == str(store_dir(tmp_path / "usual" / "tandem"))
+    file = tmp_path / "of-mine.toml"
+    file.write_text(f'data_dir = "{mine}"\n')
+    assert asked("--config", str(file)) == str(store_dir(mine))
+    monkeypatch.setenv("TANDEM_CONFIG", str(file))
+    assert asked() == str(store_dir(mine))
+    assert asked("--data", str(other)) == str(store_dir(other))
+    # One that keeps nothing does not look into whatever lies in the usual place.
+    file.write_text(f'data_dir = "{mine}"\nroles = ["prefill"]\n')
+    assert cli.main(["store", "stats"]) == 2
+    assert "no store lies on this machine, which does prefill" in capsys.readouterr().err
+    assert asked("--data", str(mine)) == str(store_dir(mine))

@@ -232,7 +232,7 @@ class Twin(RuleBasedStateMachine):
             assert [bytes(piece.payload) for piece in reader] == wanted
         for turn, (_, ids) in self.turns.items():
             assert self.store.turn_ids(turn) == ids
-        assert self.store.stats()["pinned"] == 0
+        assert self.store.stats()["in_use"] == 0
 
     # ------------------------------------------------------------------ help
 

@@ -251,7 +251,7 @@ def test_readers_that_are_dropped_leave_no_pin(store: Store) -> None:
         if number % 2:
             reader.close()
     del reader
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
     assert store.evict(SIZE // 2) == 0
 
 
@@ -378,7 +378,7 @@ def test_feeding_gives_the_same_bytes(store: Store) -> None:
     assert reader.report.complete
     assert reader.report.tokens == 190
     assert reader.report.nbytes == sum(map(len, payloads(*state)))
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
 
     damage(store, 7)
     reader = store.load_state(turn, MODEL)
@@ -386,7 +386,7 @@ def test_feeding_gives_the_same_bytes(store: Store) -> None:
     assert reader.feed(take) is None
     assert "other bytes" in reader.report.damage[0]
     assert store.stats()["damaged"] == 1
-    assert store.stats()["pinned"] == 0
+    assert store.stats()["in_use"] == 0
     store.save_state(turn, *state)
     assert loaded(store, turn) == payloads(*state)
 
@@ -404,4 +404,4 @@ def test_what_is_refused_though_every_byte_is_right_is_no_damage(store: Store) -
     with pytest.raises(CodecError, match="another model's"):
         reader.feed(refuse)
     assert not reader.report.damage
-    assert store.stats()["damaged"] == store.stats()["pinned"] == 0
+    assert store.stats()["damaged"] == store.stats()["in_use"] == 0
