@@ -24,7 +24,7 @@ TITLE = "title"
 _TEXT = """\
 List, show, rename, pin, fork, export, import and delete conversations.
 
-  tandem conversations
+  tandem conversations                 or: tandem conversations list
   tandem conversations show conv_77b0...
   tandem conversations rename conv_77b0... "Sky and sunset"
   tandem conversations pin conv_77b0...
@@ -49,6 +49,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=run_list)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, summary, run in (
+        ("list", "list them, newest first, as without an action", run_list),
         ("show", "everything said in it", run_show_one),
         ("fork", "begin a new conversation with what was said in it", run_fork),
         ("export", "write it to a file, with token ids and state", run_export),
@@ -63,7 +64,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             name, help=summary, description=summary, argument_default=argparse.SUPPRESS
         )
         client_flags(action)
-        if name != "import":
+        if name == "list":
+            action.add_argument("--limit", type=int, metavar="N", help="at most N (30)")
+        elif name != "import":
             action.add_argument("id", metavar="ID", help="conv_...")
         if name in ("export", "import"):
             action.add_argument("file", metavar="FILE", type=Path, help="the file")

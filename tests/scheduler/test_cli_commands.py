@@ -79,7 +79,7 @@ def test_conversations(stack: Stack) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return tandem("conversations", *words, url=stack.url)
 
-    assert run().stdout == "no conversations\n"
+    assert run().stdout == run("list").stdout == "no conversations\n"
     made = json.loads(tandem("submit", "-", "--json", text="Hi\n", url=stack.url).stdout)
     name = made["conversation"]["id"]
     (item,) = httpx.get(f"{stack.url}/v1/responses/{made['id']}/input_items").json()["data"]
@@ -90,6 +90,7 @@ def test_conversations(stack: Stack) -> None:
     assert lines[1].startswith(name)
     assert "yes" in lines[1]
     assert "Sky & sunset" in lines[1]
+    assert run("list", "--limit", "1").stdout.splitlines()[1].startswith(name)
     (listed,) = json.loads(run("--json").stdout)["data"]
     assert (listed["metadata"], listed["tandem"]["pinned"]) == ({"title": "Sky & sunset"}, True)
     run("unpin", name)
