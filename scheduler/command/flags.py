@@ -54,10 +54,13 @@ def client_of(args: argparse.Namespace) -> Client:
     """The API that the flags of `client_flags` name. Raises ConfigError and ClientError."""
     config = config_of(args)
     named = args.url or os.environ.get(URL)
-    if not named and config.roles and "api" not in config.roles:
-        raise ClientError(
-            f"no API runs on this machine, which does {' and '.join(config.roles)}: ask on the "
-            f"other one, or name its API with --url or {URL}",
-            2,
-        )
+    if not named and (cause := without_api(config)):
+        raise ClientError(f"{cause}: ask on the other one, or name its API with --url or {URL}", 2)
     return Client.of(config, named)
+
+
+def without_api(config: Config) -> str:
+    """Says that no API runs on this machine; empty where one does."""
+    if not config.roles or "api" in config.roles:
+        return ""
+    return f"no API runs on this machine, which does {' and '.join(config.roles)}"

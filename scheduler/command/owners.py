@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -11,18 +12,26 @@ from rich.table import Table
 
 from scheduler import owners
 from scheduler.audit import Audit
-from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag, without_api
 from scheduler.command.printing import print_json
-from scheduler.config import Config
+from scheduler.config import Config, ConfigError
 from scheduler.host import data_dir
 
+_FIRST = """\
+This is the first owner: from now on every request needs a token, your own `tandem` commands and
+the dashboards too. To remain the operator, who sees everything, set a long random api.token in
+tandem.toml and start `tandem up` again; or `tandem owners add NAME --operator` makes a token for
+the dashboards, which sees of conversations and jobs only its own. Commands on a machine without
+that tandem.toml take a token from TANDEM_API_TOKEN."""
 _TEXT = """\
 Name the people who may use this Tandem. Each gets a token for its clients (api_key), and sees only
 its own conversations, jobs, files and batches. A running API heeds changes at once. With owners,
 every request needs a token: theirs, or api.token, which is the operator's and sees everything.
+The `tandem` command sends api.token, or the token in TANDEM_API_TOKEN.
 
   tandem owners add alice --max-waiting 100 --stored-gb 20 --per-minute 120
   tandem owners add alice                one more token for alice
+  tandem owners add me --operator        one that sees the dashboards, too
   tandem owners list
   tandem owners remove alice             its tokens stop working; what it stored stays
 """
@@ -76,6 +85,9 @@ def _config(args: argparse.Namespace) -> Config:
 def run_add(args: argparse.Namespace) -> int:
     """Make an owner or a further token, and print the token: it is shown once."""
     config = _config(args)
+    if cause := without_api(config):
+        raise ConfigError(f"{cause}: add owners on the other one, whose API reads them")
+    first = not owners.Owners(config.data_dir).list()
     limits = {
         name: getattr(args, name, None) for name in ("max_waiting", "stored_gb", "per_minute")
     }
@@ -85,11 +97,11 @@ def run_add(args: argparse.Namespace) -> int:
     _note(config, args.name, "add")
     if args.json:
         print_json({"name": args.name, "token": token})
-        return 0
-    print(token)
-    Console(stderr=True, highlight=False).print(
-        f"the token of {args.name}: it is kept nowhere, so note it now", markup=False
-    )
+    else:
+        print(token)
+        print(f"the token of {args.name}: it is kept nowhere, so note it now", file=sys.stderr)
+    if first and not config.api.token:
+        print(_FIRST, file=sys.stderr)
     return 0
 
 

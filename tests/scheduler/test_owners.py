@@ -461,7 +461,12 @@ def test_a_bucket_fills_evenly() -> None:
 def test_the_command_keeps_owners(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data", str(tmp_path)]
     assert main(["owners", "add", "alice", "--per-minute", "5", *data]) == 0
-    token = capsys.readouterr().out.strip()
+    said = capsys.readouterr()
+    token = said.out.strip()
+    for words in ("first owner", "api.token", "--operator", "TANDEM_API_TOKEN"):
+        assert words in said.err
+    assert main(["owners", "add", "alice", *data]) == 0
+    assert "first owner" not in capsys.readouterr().err
     found = Owners(tmp_path).find(token)
     assert found is not None
     assert (found.name, found.per_minute, found.max_waiting) == ("alice", 5, 0)
@@ -478,6 +483,20 @@ def test_the_command_keeps_owners(tmp_path: Any, capsys: pytest.CaptureFixture[s
     (tmp_path / owners.FILE).chmod(0o644)
     with pytest.raises(OwnersError, match="chmod 600"):
         Owners(tmp_path)
+
+
+def test_owners_are_added_where_the_api_reads_them(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tandem.toml"
+    add = ["owners", "add", "alice", "--config", str(file), "--data", str(tmp_path)]
+    file.write_text('roles = ["prefill"]\n[redis]\nurl = "redis://127.0.0.1:1/0"\n')
+    assert main(add) == 2
+    assert "no API runs on this machine" in capsys.readouterr().err
+    assert not (tmp_path / owners.FILE).exists()
+    file.write_text('[api]\ntoken = "the operator has one"\n')
+    assert main(add) == 0
+    assert "first owner" not in capsys.readouterr().err
 
 
 def test_another_owners_conversation_comes_in_under_new_ids(world: World) -> None:
