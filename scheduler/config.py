@@ -15,7 +15,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -122,6 +122,12 @@ class Config(Section):
         if not self.model.startswith(("/", "~", ".")):
             return self.model
         return os.path.basename(os.path.abspath(Path(self.model).expanduser())) or "model"
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other machine can take part: all runs here, with a Redis for this one only."""
+        whole = not self.roles or set(self.roles) == set(get_args(Role))
+        return whole and not self.redis.url and not self.redis.listen
 
     @property
     def runtime_dir(self) -> Path:

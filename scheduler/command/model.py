@@ -121,18 +121,23 @@ def run_verify(args: argparse.Namespace) -> int:
     """Read and compare; 1 where anything differs."""
     config = config_of(args)
     directory = _directory(config, args.model)
+    here = args.here or config.alone
     with _bar(args.json) as report:
         mine, problems = verify(directory, lambda done, total: report("verifying", done, total))
         told: dict[str, Any] = {"model": directory.name, config.node: mine, "problems": problems}
-        if not args.here:
+        if not here:
             with _peer(config) as (machine, client):
                 theirs, trouble = client.digest(directory.name, report)
             told |= {machine.node: theirs}
             problems += [f"on {machine.node}: {line}" for line in trouble]
             if theirs != mine and not problems:
                 problems.append(f"{machine.node} has other files than {config.node}")
-    good = f"{directory.name} is whole" + ("" if args.here else " and the same on both machines")
+    good = f"{directory.name} is whole" + ("" if here else " and the same on both machines")
+    if config.alone and not args.here:
+        good += "; there is no other machine to compare with"
     cure = "remove the directory that is wrong and push the other one's there"
+    if config.alone:
+        cure = "remove the directory and fetch or convert the model again"
     _say(args, told, "\n".join([*problems, f"cure: {cure}"]) if problems else good)
     return 1 if problems else 0
 
@@ -245,6 +250,11 @@ def _redis(config: Config) -> Iterator[redis.Redis]:
 @contextmanager
 def _peer(config: Config) -> Iterator[tuple[Machine, FileClient]]:
     """The other machine and a connection to it. Raises ConfigError."""
+    if config.alone:
+        raise ConfigError(
+            "there is no other machine: this one is set up to do everything (`tandem init` sets up "
+            "two)"
+        )
     with _redis(config) as client:
         others = [one for one in Machine.all(client) if one.node != config.node and one.files]
     if not others:

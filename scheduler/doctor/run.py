@@ -96,7 +96,7 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
         service.peer(facts.nodes, config.node, roles, _reach(facts.nodes, roles))
         if facts.answers or len(roles) == 3
         else skip("peer", "Redis does not answer"),
-        service.versions({**_told(facts.nodes, "about"), config.node: about()}),
+        service.versions({**_told(facts.nodes, "about"), config.node: about()}, alone=config.alone),
         service.trouble(facts.nodes),
         service.drift(_told(facts.nodes, "drift")),
         service.keepalive(facts.nodes, config.device.keepalive_seconds, metal),

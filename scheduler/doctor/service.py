@@ -122,10 +122,15 @@ def trouble(nodes: Sequence[Node]) -> Check:
     return ok(name, "no worker complains", f"{len(nodes)} workers")
 
 
-def versions(told: Mapping[str, Mapping[str, str]]) -> Check:
-    """`versions`: what each machine told of itself, by its name; the same is needed."""
+def versions(told: Mapping[str, Mapping[str, str]], *, alone: bool = False) -> Check:
+    """`versions`: what each machine told of itself, by its name; the same is needed.
+
+    `alone`: there is no other machine, only what runs here and what would be started now.
+    """
     name = "versions"
     if len(told) < 2:
+        if alone:
+            return skip(name, "there is no other machine to compare with")
         return skip(name, "start both machines: their versions are compared")
     first, *others = told.values()
     evidence = "; ".join(
@@ -142,11 +147,14 @@ def versions(told: Mapping[str, Mapping[str, str]]) -> Check:
     ):
         if any(other.get(key) != first.get(key) for other in others):
             cure = "install the same Tandem with the same constraints.txt on both machines"
-            if key == "system":
+            if alone:
+                cure = "start `tandem up` again: it runs what was installed before"
+            elif key == "system":
                 cure = "update both machines to the same macOS build; until then use TCP"
             judge = fail if severe else warn
             return judge(name, f"they differ in {key}", evidence, cure)
-    return ok(name, "both machines run the same", evidence)
+    same = "all that runs here is the same; there is no other machine"
+    return ok(name, same if alone else "both machines run the same", evidence)
 
 
 def drift(told: Mapping[str, Mapping[str, Any]]) -> Check:

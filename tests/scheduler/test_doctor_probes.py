@@ -344,6 +344,11 @@ def test_versions(change: dict[str, str], status: Status) -> None:
 
 def test_versions_of_one_machine() -> None:
     told(service.versions({"local": ABOUT}), "skip", "both machines")
+    told(service.versions({"local": ABOUT}, alone=True), "skip", "no other machine")
+    twice = {"local": ABOUT, "prefill local": ABOUT}
+    told(service.versions(twice, alone=True), "ok", "no other machine")
+    twice["prefill local"] = {**ABOUT, "mlx": "0.33"}
+    told(service.versions(twice, alone=True), "warn", "start `tandem up` again")
 
 
 def test_drift_is_told_and_never_an_error() -> None:

@@ -1,0 +1,49 @@
+"""What commands say on a machine that is set up alone, and where no Tandem runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scheduler.cli import main
+from scheduler.config import load
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration of one machine, with one model of a few bytes."""
+    for name in ("REDIS_URL", "TANDEM_URL", "TANDEM_CONFIG", "TANDEM_MODELS", "TANDEM_RESOLVED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "models" / "small"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    file = tmp_path / "tandem.toml"
+    file.write_text(f'data_dir = "{tmp_path}"\nmodels_dir = "{model.parent}"\n', encoding="utf-8")
+    return file
+
+
+def test_which_set_up_is_alone(here: Path) -> None:
+    assert load(here).alone
+    assert load(here, {"roles": ["prefill", "decode", "api"]}).alone
+    for more in (
+        {"roles": ["api", "decode"]},
+        {"redis.url": "redis://127.0.0.1:1/0"},
+        {"redis.listen": "127.0.0.1:6379"},
+    ):
+        assert not load(here, more).alone
+
+
+def test_models_of_one_machine(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(*words: str) -> tuple[int, str]:
+        status = main(["model", *words, "--config", str(here)])
+        return status, "".join(capsys.readouterr())
+
+    status, text = say("list")
+    assert (status, "small" in text, "there is no other machine" in text) == (0, True, True)
+    assert "cable" not in text
+    status, text = say("push", "small")
+    assert (status, "there is no other machine" in text) == (2, True)
+    status, text = say("verify", "small")
+    assert (status, "no other machine to compare with" in text) == (0, True)
