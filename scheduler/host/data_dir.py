@@ -33,10 +33,7 @@ class Claim:
         except BlockingIOError:
             owner = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
             self.release()
-            raise ConfigError(
-                f"data directory {path} is in use by another Tandem (process {owner or '?'}): "
-                "stop it, or choose another directory with --data"
-            ) from None
+            raise ConfigError(_in_use(path, owner)) from None
         except OSError as error:
             self.release()
             raise ConfigError(_unusable(path, error)) from None
@@ -68,6 +65,12 @@ def owner(path: Path) -> int | None:
     finally:
         os.close(descriptor)
     return None
+
+
+def check_free(path: Path) -> None:
+    """Raise ConfigError where another Tandem runs on a data directory; nothing is made there."""
+    if (process := owner(path)) is not None:
+        raise ConfigError(_in_use(path, str(process)))
 
 
 def prepare(config: Config) -> None:
@@ -113,6 +116,13 @@ def make_private(path: Path) -> None:
             path.chmod(0o700)
     except OSError as error:
         raise ConfigError(_unusable(path, error)) from None
+
+
+def _in_use(path: Path, process: str) -> str:
+    return (
+        f"data directory {path} is in use by another Tandem (process {process or '?'}): "
+        "stop it, or choose another directory with --data"
+    )
 
 
 def _unusable(path: Path, error: OSError) -> str:

@@ -68,8 +68,9 @@ def run_up(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     roles = chosen_roles(args.only, config)
+    data_dir.check_free(config.data_dir)  # before a download, and before the port it has taken
     if "api" in roles:
-        check_port(config)  # before a download, too
+        check_port(config)
     if roles == ROLES or find_model(config) or model_files.is_fetchable(config.model):
         config = fetch_model(config, console)
     stack = Stack(config, roles)

@@ -102,13 +102,15 @@ def test_an_address_that_is_not_ours(config: Config, host: str) -> None:
         check_port(change(config, api={"host": host, "port": 9999, "token": "t"}))
 
 
-def test_a_directory_that_is_in_use_is_named_before_its_port(config: Config) -> None:
-    with (
-        Claim(config.data_dir),
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(ConfigError, match=f"in use by another Tandem .*{os.getpid()}"),
-    ):
-        Stack(change(config, api={"port": taken.getsockname()[1]}))
+def test_a_directory_that_is_in_use_is_named_before_its_port(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Claim(config.data_dir), socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"in use by another Tandem .*{os.getpid()}"):
+            Stack(change(config, api={"port": port}))
+        assert cli.main(["up", "--port", str(port), "--data", str(config.data_dir)]) == 2
+    assert f"in use by another Tandem (process {os.getpid()})" in capsys.readouterr().err
 
 
 def test_a_redis_that_is_not_there(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
