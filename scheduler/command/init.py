@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import cast, get_args
 
-from scheduler.command.flags import config_flags, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag
 from scheduler.config import DEFAULT_MODEL, ConfigError, default_data_dir, load
 from scheduler.host import data_dir, setup
 from scheduler.passwords import write_private
@@ -59,11 +59,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Write the files, or print the join string of a configuration that exists."""
+    if args.show_join:
+        print(setup.join_for(config_of(args)).text())
+        return 0
     data = (args.data or default_data_dir()).expanduser().absolute()
     file = (args.config or data / "tandem.toml").expanduser().absolute()
-    if args.show_join:
-        print(setup.join_for(load(file, {"data_dir": args.data})).text())
-        return 0
     wishes = _wishes(args, data, file)
     written = setup.write(wishes, force=args.force)
     # What was written must be what the other commands accept.
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print("\non the machine that prefills (the string contains a password):\n")
         print(f"  tandem init --role prefill --link ADDRESS --join {join}\n")
     usual = args.data is None or str(data) == os.environ.get("TANDEM_DATA")
+    usual = usual and os.environ.get("TANDEM_CONFIG", "") in ("", str(file))
     flag = "" if file == default_data_dir() / "tandem.toml" and usual else f" --config {file}"
     print(f"next: tandem doctor{flag}, then tandem up{flag}")
     return 0

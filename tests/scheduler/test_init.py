@@ -90,7 +90,9 @@ def test_everything_that_is_secret_is_private(
         assert word not in text
 
 
-def test_again_keeps_the_secrets(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_again_keeps_the_secrets(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = decode(capsys, "--api", "127.0.0.1")
     before = (home / "one" / "secrets" / "redis").read_text()
     token = load().api.token
@@ -102,6 +104,13 @@ def test_again_keeps_the_secrets(home: Path, capsys: pytest.CaptureFixture[str])
     assert load().api.token == token
     assert cli.main(["init", "--show-join"]) == 0
     assert capsys.readouterr().out.strip() == first["join"]
+    elsewhere = (home / "one" / "tandem.toml").rename(home / "elsewhere.toml")
+    monkeypatch.setenv("TANDEM_CONFIG", str(elsewhere))
+    assert cli.main(["init", "--show-join"]) == 0
+    assert capsys.readouterr().out.strip() == first["join"]
+    assert cli.main(["init", "--role", "both"]) == 0
+    written = home / "one" / "tandem.toml"
+    assert f"tandem up --config {written}" in capsys.readouterr().out  # TANDEM_CONFIG wins else
 
 
 @pytest.mark.parametrize(
