@@ -14,7 +14,7 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag, no_redis
 from scheduler.config import Config, ConfigError
 from scheduler.nodes import Nodes
 from scheduler.record import JobError
@@ -191,9 +191,7 @@ def _redis(config: Config) -> Iterator[redis.Redis]:
         with connect(config.redis_url, patience=1.0) as client:
             yield client
     except AWAY as error:
-        raise ConfigError(
-            f"Redis does not answer ({str(error).splitlines()[0]}): is `tandem up` running?"
-        ) from None
+        raise ConfigError(no_redis(config, error)) from None
 
 
 def _profile(name: str | None, config: Config) -> profile.Profile | None:

@@ -64,3 +64,17 @@ def without_api(config: Config) -> str:
     if not config.roles or "api" in config.roles:
         return ""
     return f"no API runs on this machine, which does {' and '.join(config.roles)}"
+
+
+def no_redis(config: Config, error: Exception) -> str:
+    """What to say where Redis answers no command: that no Tandem runs here, or where to look."""
+    lines = str(error).splitlines()
+    reason = lines[0].rstrip(".") if lines else type(error).__name__
+    if config.redis.url:
+        return (
+            f"Redis does not answer ({reason}): is `tandem up` running on the machine that has it, "
+            "and the cable in? See `tandem doctor`"
+        )
+    if data_dir.owner(config.data_dir) is None:
+        return f"no Tandem runs here: start it with `tandem up` (Redis: {reason})"
+    return f"Redis does not answer ({reason}): see `tandem doctor` and `tandem service logs redis`"

@@ -24,7 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag, no_redis
 from scheduler.config import Config, ConfigError, find_model
 from scheduler.host.agent import ANSWER_SECONDS, SWITCH, Machine
 from scheduler.record import LIVE
@@ -241,10 +241,7 @@ def _redis(config: Config) -> Iterator[redis.Redis]:
         with connect(config.redis_url_of("api"), timeout=5.0, patience=1.0) as client:
             yield client
     except RedisError as error:
-        raise ConfigError(
-            f"Redis does not answer ({str(error).splitlines()[0]}): is `tandem up` running, and "
-            "the cable in?"
-        ) from None
+        raise ConfigError(no_redis(config, error)) from None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.command import balance
-from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag, no_redis
 from scheduler.config import ConfigError
 from scheduler.homes import DRAINED, Homes, store_of, successor
 from scheduler.nodes import Node, Nodes
@@ -209,12 +209,13 @@ def _ask(args: argparse.Namespace, what: Callable[[Nodes], T]) -> T:
 
 
 def _with(args: argparse.Namespace, what: Callable[[redis.Redis], T]) -> T:
-    client = connect(config_of(args).redis_url_of("api"), patience=0)
+    config = config_of(args)
+    client = connect(config.redis_url_of("api"), patience=0)
     try:
         return what(client)
     except StoreError as error:
         raise ConfigError(str(error)) from None
     except RedisError as error:
-        raise ConfigError(f"Redis does not answer ({error}): is `tandem up` running?") from None
+        raise ConfigError(no_redis(config, error)) from None
     finally:
         client.close()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from scheduler.cli import main
 from scheduler.config import load
+from scheduler.host.data_dir import Claim
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The configuration of one machine, with one model of a few bytes."""
-    for name in ("REDIS_URL", "TANDEM_URL", "TANDEM_CONFIG", "TANDEM_MODELS", "TANDEM_RESOLVED"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [n for n in os.environ if n.startswith("TANDEM_") or n == "REDIS_URL"]:
+        monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "models" / "small"
     model.mkdir(parents=True)
@@ -47,3 +49,16 @@ def test_models_of_one_machine(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert (status, "there is no other machine" in text) == (2, True)
     status, text = say("verify", "small")
     assert (status, "no other machine to compare with" in text) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "words", [["node", "list"], ["bottleneck"], ["history", "export", "x"], ["model", "use", "x"]]
+)
+def test_nothing_runs(here: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    command = [*words, "--config", str(here)]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tandem: no Tandem runs here: start it with `tandem up` (Redis: ")
+    with Claim(here.parent):  # one that runs, whose Redis is away
+        assert main(command) == 2
+    assert "tandem: Redis does not answer (" in capsys.readouterr().err
