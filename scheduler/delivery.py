@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
+from anyio.to_thread import run_sync
 from redis.exceptions import RedisError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from scheduler.api.backend import Backend
 from scheduler.api.faults import Fault
 from scheduler.api.frames import EventFrames
 from scheduler.api.lane import Lane
-from scheduler.api.lookup import find_job
+from scheduler.api.lookup import recent_job, stored_job
 from scheduler.api.stream import LogLost, Slice, gone
 from scheduler.api.view import replayed
 from scheduler.record import Job, JobError
@@ -63,9 +64,15 @@ async def abandon(backend: Backend, response: str) -> None:
 
 
 async def look_up(backend: Backend, response: str) -> Job:
-    """The job of a stream. Raises Fault 404 where there is none that the caller may see."""
-    async with backend.looking:
-        return await run_in_threadpool(find_job, backend, response)
+    """The job of a stream. Raises Fault 404 where there is none that the caller may see.
+
+    A store may be slow: who needs it waits in another line than those whose job Redis has, such
+    as every stream at its end.
+    """
+    job = await run_sync(recent_job, backend, response, limiter=backend.looking)
+    if job is None:
+        job = await run_sync(stored_job, backend, response, limiter=backend.asking)
+    return job
 
 
 T = TypeVar("T")

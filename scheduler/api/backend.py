@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from anyio import CapacityLimiter
 from redis.exceptions import RedisError
 
 from scheduler import events
@@ -38,13 +38,15 @@ PATIENCE = 3.0
 """Seconds that a request waits for Redis before it is told to come back later."""
 STORE_TIMEOUT = 10.0
 LOOKING = 4
-"""Jobs that are looked up for streams at the same time: clients that come back all at once must
-not take every thread."""
+"""Jobs that are looked up in Redis for streams at the same time: clients that come back all at
+once must not take every thread. These threads are none of those that other requests wait for."""
+ASKING = 4
+"""Of those that Redis does not have, as many are looked up in a store."""
 _NODES_FOR = 1.0
 
 
 class Backend:
-    """Connections and caches of one API process. Thread-safe, but for `hub` and `looking`."""
+    """Connections and caches of one API process. Thread-safe, but for the hub and limiters."""
 
     def __init__(self, config: Config) -> None:
         """Load the tokenizer; connects to nothing yet. Raises TokenizerError."""
@@ -63,8 +65,10 @@ class Backend:
         self.threads = Threads(self.redis, config.model_name, days * 86_400)
         self.async_redis = connect_async(config.redis_url_of("api"), patience=PATIENCE)
         self.hub = EventHub(self.async_redis)
-        self.looking = asyncio.Semaphore(LOOKING)
-        """Held while a job is looked up for a stream."""
+        self.looking = CapacityLimiter(LOOKING)
+        """Taken while a job is looked up in Redis for a stream."""
+        self.asking = CapacityLimiter(ASKING)
+        """Taken while one is looked up in a store."""
         self.audit = Audit.of(config.data_dir)
         self.owners = Owners(config.data_dir)
         self.files = Files(self.redis, config.data_dir / "files", int(config.api.files_gb * 1e9))

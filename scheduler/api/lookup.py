@@ -26,19 +26,25 @@ def find_job(backend: Backend, response: str) -> Job:
 
     One of another owner is looked for in both places, as one that does not exist is.
     """
+    return recent_job(backend, response) or stored_job(backend, response)
+
+
+def recent_job(backend: Backend, response: str) -> Job | None:
+    """The job as Redis has it for the caller; None: the store may. Fault 404 where none can."""
     if not is_id(response) or backend.deleted(response):
         raise missing("Response", response[:80], "response_id")
-    caller = current()
     try:
         job = backend.jobs.get(response)
     except JobNotFound:
-        pass
-    else:
-        if caller.may_see(job.owner):
-            return _with_what_it_said(backend, job)
+        return None
+    return _with_what_it_said(backend, job) if current().may_see(job.owner) else None
+
+
+def stored_job(backend: Backend, response: str) -> Job:
+    """The job of a turn that the store has. Fault 404; Fault 503 where it cannot be asked."""
     with backend.store() as store:
         turn = store.get_turn(response)
-    if turn is None or not caller.may_see(turn.owner):
+    if turn is None or not current().may_see(turn.owner):
         raise missing("Response", response[:80], "response_id")
     return job_of(turn)
 

@@ -204,8 +204,8 @@ def test_looking_up_for_streams_leaves_threads_to_others(
 ) -> None:
     stack.workers.say = lambda job: "Done."
     made = stack.client().responses.create(input="Hi")
-    held = Held(delivery.find_job)
-    monkeypatch.setattr(delivery, "find_job", held)
+    held = Held(delivery.recent_job)
+    monkeypatch.setattr(delivery, "recent_job", held)
     with ThreadPoolExecutor(12) as pool:
         try:
             streams = [pool.submit(replay, stack, made.id, 0) for _ in range(12)]
@@ -217,6 +217,37 @@ def test_looking_up_for_streams_leaves_threads_to_others(
             held.release()
         assert len({len(one.result()) for one in streams}) == 1
     assert held.most == backend.LOOKING
+
+
+def test_a_slow_store_holds_up_no_stream_whose_job_redis_has(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack.workers.say = lambda job: "Done and so on."
+    held = Held(delivery.stored_job)
+    monkeypatch.setattr(delivery, "stored_job", held)
+    stack.workers.halfway.clear()
+    stack.workers.may_finish.clear()
+
+    def ask(number: int) -> int:
+        unknown = f"{stack.url}/v1/responses/resp_{'e' * 31}{number}"
+        return httpx.get(unknown, params={"stream": "true"}, timeout=120).status_code
+
+    with ThreadPoolExecutor(12) as pool:
+        try:
+            events = stack.client(timeout=120).responses.create(input="Hi", stream=True)
+            assert stack.workers.halfway.wait(120)
+            unknown = [pool.submit(ask, n) for n in range(2 * backend.LOOKING)]
+            eventually(lambda: held.begun == backend.ASKING, "the store is asked nothing")
+            stack.workers.may_finish.set()
+            *_, last = list(events)
+            assert last.type == "response.completed"
+            assert replay(stack, last.response.id, -1)[-1]["type"] == last.type
+            assert not any(one.done() for one in unknown)
+        finally:
+            stack.workers.may_finish.set()
+            held.release()
+        assert [one.result() for one in unknown] == [404] * len(unknown)
+    assert held.most == backend.ASKING
 
 
 def test_requests_that_come_together_begin_a_few_at_a_time(stack: Stack) -> None:
