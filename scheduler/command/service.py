@@ -35,6 +35,8 @@ the service run without a login.
 COMMAND_SECONDS = 180.0
 NO_DOMAIN = 125
 """What launchctl says of a domain that is not there, as that of a user who is not logged in."""
+NO_BUS = "Failed to connect to"
+"""What systemctl says where the user has no service manager: no login has started one."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -221,10 +223,14 @@ def _run(command: list[str], *, fatal: bool = True) -> None:
     )  # fmt: skip
     if done.returncode and fatal:
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"status {done.returncode}"]
+        cure = ""
         # launchd has a place for a user's services only while that user is logged in at the screen.
-        cure = (
-            ""
-            if f": {NO_DOMAIN}:" not in lines[-1]
-            else (". Nobody is logged in at this machine's screen: log in there, or use --system")
-        )
+        if f": {NO_DOMAIN}:" in lines[-1]:
+            cure = ". Nobody is logged in at this machine's screen: log in there, or use --system"
+        elif NO_BUS in lines[-1]:
+            cure = (
+                f". The file is written and stays. {getpass.getuser()} has no systemd here: log in "
+                "as that user, not by su or sudo, or run `sudo loginctl enable-linger "
+                f"{getpass.getuser()}` and set XDG_RUNTIME_DIR=/run/user/{os.getuid()}; then again"
+            )
         raise ConfigError(f"{' '.join(command)}: {lines[-1]}{cure}")

@@ -112,6 +112,23 @@ def test_install_status_and_uninstall(home: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["service", "uninstall"]) == 2
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="systemd")
+def test_without_a_users_systemd_the_cure_is_named(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = home / "bin" / "systemctl"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'Failed to connect to bus: No medium found' >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    assert cli.main(["init", "--role", "both"]) == 0
+    assert cli.main(["service", "install"]) == 2
+    said = capsys.readouterr().err
+    for words in ("No medium found", "written and stays", "enable-linger", "XDG_RUNTIME_DIR"):
+        assert words in said
+    assert service.place().exists()
+
+
 LAUNCHCTL = """\
 #!/bin/sh
 echo "$1 $2" >> {folder}/calls
