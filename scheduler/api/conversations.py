@@ -172,6 +172,8 @@ def conversation_object(record: dict[str, Any]) -> dict[str, Any]:
         "tandem": {
             "head": record["head"],
             "turns": record["turns"],
+            # What it began with, all that was said before where it is a fork.
+            "first_items": len(record["items"]) - record.get("added", 0),
             "tokens": record["n_tokens"],
             "saved_tokens": record["saved"],
             "saved_bytes": record["bytes"],

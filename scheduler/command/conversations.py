@@ -98,12 +98,18 @@ def run_list(args: argparse.Namespace) -> int:
     for one in found:
         facts = one["tandem"]
         table.add_row(
-            one["id"], str(facts["turns"]), f"{facts['tokens']:,}", f"{facts['saved_tokens']:,}",
+            one["id"], _turns(facts), f"{facts['tokens']:,}", f"{facts['saved_tokens']:,}",
             age(now - facts["last_used"]), "yes" if facts["pinned"] else "",
             str(one["metadata"].get(TITLE, "")),
         )  # fmt: skip
     Console(highlight=False, width=None if sys.stdout.isatty() else 240).print(table)
     return 0
+
+
+def _turns(facts: dict[str, Any]) -> str:
+    """The number of turns; of one that has none yet, what it begins with."""
+    first = facts.get("first_items", 0) if not facts["turns"] else 0
+    return f"{facts['turns']} after {first} items" if first else str(facts["turns"])
 
 
 def run_rename(args: argparse.Namespace) -> int:
@@ -130,6 +136,12 @@ def run_fork(args: argparse.Namespace) -> int:
     if args.json:
         return print_json(made)
     print(made["id"])
+    past = made["forked_from"]["response"]
+    print(
+        f"it goes on after {past or 'what was put into it'} and has no turn of its own yet: "
+        f'tandem resume {made["id"]} "..."',
+        file=sys.stderr,
+    )
     return 0
 
 

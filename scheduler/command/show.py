@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from rich.table import Table
@@ -12,6 +13,7 @@ from scheduler.command.client import Client
 from scheduler.command.flags import client_flags, client_of
 from scheduler.command.printing import out, place, print_items, print_json
 
+_ANSWER = re.compile(r"msg_([0-9a-f]{32})(?:_\d+)?")
 _SHOW = """\
 Show a response (resp_...) with where it is and what it cost, or a conversation (conv_...) with
 everything said in it.
@@ -79,13 +81,23 @@ def _show_conversation(args: argparse.Namespace, client: Client) -> int:
         return print_json({**conversation, "items": items})
     facts = conversation["tandem"]
     console = out()
-    console.print(
-        f"{conversation['id']}  {facts['turns']} turns, {facts['tokens']:,} tokens, "
-        f"{facts['saved_bytes']:,} bytes saved; newest: {facts['head'] or 'none'}",
-        markup=False,
+    told = (
+        f"{facts['turns']} turns, {facts['tokens']:,} tokens, {facts['saved_bytes']:,} bytes "
+        f"saved; newest: {facts['head'] or 'none'}"
     )
+    if not facts["turns"] and items:
+        told = f"no turn of its own yet; begins with {len(items)} items"
+        if past := _continued(items):
+            told += f", a fork that goes on after {past}"
+    console.print(f"{conversation['id']}  {told}", markup=False)
     print_items(console, items)
     return 0
+
+
+def _continued(items: list[dict[str, Any]]) -> str:
+    """The response whose answer is the last one among items: its id is in theirs. Else nothing."""
+    found = [_ANSWER.fullmatch(str(item.get("id"))) for item in items if item.get("role") != "user"]
+    return next((f"resp_{match[1]}" for match in reversed(found) if match), "")
 
 
 def _reason(response: dict[str, Any]) -> str:

@@ -151,6 +151,9 @@ def test_the_commands(
     status, out = run(capsys, "fork", origin, "--at", one.id)
     fork = out.strip()
     assert (status, texts(client, fork)) == (0, texts(client, origin)[:2])
+    assert f"a fork that goes on after {one.id}" in run(capsys, "show", fork)[1]
+    (row,) = (line for line in run(capsys)[1].splitlines() if line.startswith(fork))
+    assert "0 after 2 items" in row
     assert json.loads(run(capsys, "fork", origin, "--json")[1])["forked_from"]["response"]
     file = tmp_path / "sky.tandem"
     status, out = run(capsys, "export", origin, str(file))
