@@ -20,7 +20,8 @@ from scheduler.api.faults import Fault
 from scheduler.api.frames import EventFrames
 from scheduler.api.lane import Lane
 from scheduler.api.lookup import recent_job, stored_job
-from scheduler.api.stream import LogLost, Slice, gone
+from scheduler.api.slices import Slice
+from scheduler.api.stream import LogLost, gone
 from scheduler.api.view import replayed
 from scheduler.record import Job, JobError
 

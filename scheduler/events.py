@@ -32,6 +32,16 @@ class Event(NamedTuple):
     data: dict[str, Any]
 
 
+class Logged(list[Event]):
+    """Events as they were read from a log; `size`: the bytes that they take there."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, new: Iterable[Event] = (), size: int = 0) -> None:
+        super().__init__(new)
+        self.size = size
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """What a response has said so far: a retried decode goes on from here.
@@ -80,7 +90,7 @@ def is_terminal(data: Mapping[str, Any]) -> bool:
 
 def read(
     client: redis.Redis, resp: str, after: int = -1, block: float = 0.0, count: int = 500
-) -> list[Event]:
+) -> Logged:
     """At most `count` events with a number above `after`, waiting up to `block` s for the first."""
     deadline = time.monotonic() + block
     while True:
@@ -97,7 +107,7 @@ def read(
 
 async def aread(
     client: redis.asyncio.Redis, resp: str, after: int = -1, block: float = 0.0, count: int = 500
-) -> list[Event]:
+) -> Logged:
     """`read` for asyncio."""
     deadline = time.monotonic() + block
     while True:
@@ -150,11 +160,14 @@ def _all(client: redis.Redis, resp: str, known: int | None) -> Iterator[dict[str
         after = events[-1].seq
 
 
-def _events(answer: Any) -> list[Event]:
+def _events(answer: Any) -> Logged:
     if not answer:
-        return []
+        return Logged()
     _, entries = answer[0]
-    return [
-        Event(int(entry.split(b"-")[0]) - 1, cast("dict[str, Any]", unpack(data[b"e"])))
-        for entry, data in entries
-    ]
+    return Logged(
+        (
+            Event(int(entry.split(b"-")[0]) - 1, cast("dict[str, Any]", unpack(data[b"e"])))
+            for entry, data in entries
+        ),
+        sum(len(data[b"e"]) for _, data in entries),
+    )

@@ -185,6 +185,7 @@ class Backend:
         pipe.delete(f"tandem:job:{job.id}", f"tandem:prompt:{job.id}", events.key(job.id))
         pipe.zrem(f"tandem:jobs:{job.status}", job.id)
         pipe.execute()
+        self.hub.forget(job.id)
 
     def health(self) -> dict[str, Any]:
         """What of the stack answers, and which nodes are ready; never raises."""

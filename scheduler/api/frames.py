@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scheduler.api.stream import Slice
+from scheduler.api.slices import Slice
 from scheduler.api.view import EventView
 from scheduler.record import Job
 

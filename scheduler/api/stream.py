@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 
 import msgpack
@@ -22,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from scheduler import events
 from scheduler.api.lane import Lane, body
+from scheduler.api.slices import Slice, Slices
 from scheduler.api.wire import Wire
 from scheduler.events import Event
 from scheduler.redis_client import subscription
@@ -39,8 +39,6 @@ AT_ONCE = 200
 READERS = 8
 """Logs that are read at the same time, and pieces of them that are told in one round of the loop:
 however many clients read a log from its beginning, the others are served in between."""
-SHARED = 128
-"""Pieces of logs that are kept for others who read the same."""
 TOGETHER = 8
 """Clients that are written to in one go: each write may wake one on this very processor, and who
 still has work to do between two writes gives way to one after another. Not all of a step at once:
@@ -58,19 +56,6 @@ class LogLost(Exception):
 Write = Callable[[], None]
 Straight = Callable[[list[Event]], Write | None]
 """Makes what a client is told of events while its follower's task waits; None: it cannot now."""
-
-
-class Slice(list[Event]):
-    """Events that were read from a log together; whoever reads a long one may get the same.
-
-    `told` is what a client is told of them, made by the first who needed it.
-    """
-
-    __slots__ = ("told",)
-
-    def __init__(self, new: list[Event]) -> None:
-        super().__init__(new)
-        self.told: tuple[list[bytes], str] | None = None
 
 
 class _Follower:
@@ -167,7 +152,8 @@ class EventHub:
         self._tasks: list[asyncio.Task[None]] = []
         # Each has a connection while it reads: clients that come back all at once share them.
         self._readers = asyncio.Semaphore(READERS)
-        self._slices: OrderedDict[tuple[str, float, int], Slice] = OrderedDict()
+        # Only while events are heard: a log that was lost with Redis may have come back shorter.
+        self._slices = Slices()
         self._up_at = time.monotonic()
         # One for all events: making one costs more than an event.
         self._unpacker = _unpacker()
@@ -181,6 +167,10 @@ class EventHub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def forget(self, response: str) -> None:
+        """Keep nothing of a response that is deleted. From any thread."""
+        self._slices.forget(response)
 
     async def follow(
         self,
@@ -270,16 +260,14 @@ class EventHub:
         """The events after one, as many as are read at once."""
         name = (response, born or 0.0, after)
         if born is not None and (known := self._slices.get(name)) is not None:
-            self._slices.move_to_end(name)
             # Others have their turn even where nothing has to be waited for.
             await asyncio.sleep(0)
             return known
+        epoch = self._slices.epoch
         made = Slice(await events.aread(self._client, response, after, count=AT_ONCE))
         if born is not None and len(made) == AT_ONCE:
             # A full one never changes: logs only grow.
-            self._slices[name] = made
-            while len(self._slices) > SHARED:
-                self._slices.popitem(last=False)
+            self._slices.put(name, made, epoch)
         return made
 
     async def _check(self, response: str) -> None:
@@ -308,6 +296,7 @@ class EventHub:
                 await asyncio.sleep(RETRY_EVERY)
             finally:
                 self._hearing.clear()
+                self._slices.forget()
                 with contextlib.suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]  # redis has no types here
 
@@ -315,6 +304,7 @@ class EventHub:
         """Redis says that it tells us events from now on: at first, and whenever the client has
         made a lost connection anew by itself."""
         self._hearing.set()
+        self._slices.forget()
         # Whatever was said while nobody listened is in the logs.
         for group in self._followers.values():
             for follower in group:
@@ -322,9 +312,10 @@ class EventHub:
                 follower.wake()
 
     async def _rouse(self) -> None:
-        """Wake those who have heard nothing for long, by the wall clock."""
+        """Wake those who have heard nothing for long, by the wall clock; drop what is old."""
         while True:
             await asyncio.sleep(KEEP_ALIVE / 10)
+            self._slices.age()
             late = time.monotonic() - KEEP_ALIVE
             for group in self._followers.values():
                 for follower in group:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 from redis_kit import Server, eventually
 
 from scheduler import delivery, events
-from scheduler.api import backend, gate, stream
+from scheduler.api import backend, gate, slices, stream
 from scheduler.api.frames import EventFrames
 from scheduler.api.gate import Gate
-from scheduler.api.stream import Slice
+from scheduler.api.slices import Slice
+from scheduler.api.stream import EventHub
 from scheduler.events import Event, key
 from scheduler.jobs import Jobs
 from scheduler.record import NewJob
@@ -45,10 +47,10 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "AT_ONCE", SLICE)
 
 
-def write_log(client: redis.Redis, count: int, mark: str = "") -> None:
+def write_log(client: redis.Redis, count: int, mark: str = "", *, ended: bool = True) -> None:
     pipe = client.pipeline()
     for n in range(count):
-        kind = "response.completed" if n == count - 1 else "x"
+        kind = "response.completed" if ended and n == count - 1 else "x"
         pipe.xadd(key(NAME), {"e": pack({"type": kind, "n": f"{mark}{n}"})}, id=f"{n + 1}-0")
     pipe.execute()
 
@@ -137,14 +139,97 @@ def test_a_later_log_with_the_same_id_is_another(client: redis.Redis, redis_url:
 def test_no_more_is_kept_than_is_bounded(
     client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "SHARED", 3)
     write_log(client, 10 * SLICE)
+    whole = events.read(client, NAME).size
+    monkeypatch.setattr(slices, "KEPT_BYTES", whole // 3)
 
     async def run() -> None:
         async with hub(redis_url) as made:
+            found = Counter[int]()
             for _ in range(2):
                 async for _new in made.follow(NAME, born=1.0):
-                    assert len(made._slices) <= 3
+                    kept = made._slices._kept.values()
+                    assert sum(piece.size for piece in kept) <= whole // 3
+                    found[len(kept)] += 1
+            assert max(found) == 3
+
+    asyncio.run(run())
+
+
+@contextlib.asynccontextmanager
+async def kept(redis_url: str, client: redis.Redis) -> AsyncIterator[tuple[EventHub, Any]]:
+    """A hub that keeps three pieces of a log, and the task of who waits for more of it."""
+    write_log(client, 3 * SLICE, ended=False)
+    async with hub(redis_url) as made:
+
+        async def follow() -> None:
+            async for _ in made.follow(NAME, born=1.0):
+                pass
+
+        follower = asyncio.create_task(follow())
+        await becomes(made, 3)
+        try:
+            yield made, follower
+        finally:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
+
+
+async def becomes(made: EventHub, count: int) -> None:
+    async with asyncio.timeout(60):
+        while len(made._slices) != count:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("why", ["old", "deleted", "nobody follows"])
+def test_pieces_are_kept_for_a_while_only(
+    client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    async def run() -> None:
+        async with kept(redis_url, client) as (made, follower):
+            if why == "old":
+                monkeypatch.setattr(slices, "KEPT_FOR", -1.0)
+            elif why == "deleted":
+                made.forget("resp_" + "e" * 32)
+                assert len(made._slices) == 3
+                made.forget(NAME)
+            else:
+                follower.cancel()
+            await becomes(made, 0)
+
+    asyncio.run(run())
+
+
+def test_a_log_that_came_back_shorter_is_read_anew(client: redis.Redis, redis_url: str) -> None:
+    async def run() -> None:
+        async with kept(redis_url, client) as (made, _):
+            client.client_kill_filter(_type="pubsub")
+            await becomes(made, 0)
+            client.delete(key(NAME))
+            write_log(client, 4 * SLICE, "new")
+            told = [e.data["n"] async for new in made.follow(NAME, born=1.0) for e in new]
+            assert told == [f"new{n}" for n in range(4 * SLICE)]
+
+    asyncio.run(run())
+
+
+def test_what_was_being_read_when_it_was_deleted_is_not_kept(
+    client: redis.Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_log(client, 3 * SLICE)
+    read = events.aread
+
+    async def run() -> None:
+        async with hub(redis_url) as made:
+
+            async def deleting(*args: Any, **options: Any) -> list[Event]:
+                found = await read(*args, **options)
+                made.forget(NAME)
+                return found
+
+            monkeypatch.setattr(stream.events, "aread", deleting)
+            async for _ in made.follow(NAME, born=1.0):
+                assert not len(made._slices)
 
     asyncio.run(run())
 
@@ -197,6 +282,25 @@ def test_every_client_gets_the_rest_whoever_else_reads(stack: Stack) -> None:
         found = list(pool.map(lambda after: replay(stack, made.id, after), starts))
     for after, rest in zip(starts, found, strict=True):
         assert rest == whole[after + 1 :]
+
+
+def test_nothing_is_kept_of_a_response_that_is_deleted(stack: Stack) -> None:
+    stack.workers.say = lambda job: "東京 and so on, é! " * 20
+    made = stack.client().responses.create(input="Hi", max_output_tokens=2000)
+
+    def kept() -> bool:
+        return made.id in {name[0] for name in stack.backend.hub._slices._kept}
+
+    stack.workers.may_finish.clear()
+    try:
+        # While somebody follows, the hub hears, and keeps what is read.
+        with stack.client(timeout=120).responses.create(input="Hi", stream=True) as running:
+            next(iter(running))
+            eventually(lambda: replay(stack, made.id, -1) and kept(), "nothing is kept")
+            stack.client().responses.delete(made.id)
+            assert not kept()
+    finally:
+        stack.workers.may_finish.set()
 
 
 def test_looking_up_for_streams_leaves_threads_to_others(
