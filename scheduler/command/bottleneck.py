@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.command.flags import config_flags, config_of, json_flag, no_redis
+from scheduler.command.printing import age
 from scheduler.config import Config, ConfigError
 from scheduler.nodes import Nodes
 from scheduler.record import JobError
@@ -181,6 +182,7 @@ def window_of(args: argparse.Namespace) -> bottleneck.Window:
         _profile(args.decode_profile, config),
         config.jobs,
         args.shared or bool(hosts["prefill"] & hosts["decode"]),
+        str(args.history) if args.history else f"the last {age(args.window)}",
     )
 
 

@@ -48,7 +48,7 @@ class Window:
 
     Without `prefill` or `decode` their rates are taken from the records themselves, which know one
     chunk size and one batch width only. `shared`: a prefill and a decode node run on one machine,
-    and slow each other down as the profiles say.
+    and slow each other down as the profiles say. `named`: what to call it where it is too short.
     """
 
     pasts: Sequence[Past]
@@ -61,6 +61,7 @@ class Window:
     decode: Profile | None = None
     settings: JobsConfig = field(default_factory=JobsConfig)
     shared: bool = False
+    named: str = "the window"
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,8 @@ def analyse(window: Window) -> dict[str, Any]:
     """The whole answer. Raises JobError where too little was recorded."""
     if len(window.pasts) < FEWEST:
         raise JobError(
-            f"{len(window.pasts)} requests ended in the window, at least {FEWEST} are needed: "
-            "take a longer --window"
+            f"{len(window.pasts)} requests ended in {window.named}, at least {FEWEST} are needed: "
+            "take a longer --window, or serve more first"
         )
     found = [stage.facts(window.seconds) for stage in stages(window)]
     spent = sum(past.ended or 0.0 for past in window.pasts)

@@ -192,8 +192,8 @@ def test_the_estimate_is_erlangs_where_all_is_random() -> None:
 
 
 def test_too_little_is_said_to_be_too_little() -> None:
-    window = served(load(count=3))
-    with pytest.raises(JobError, match="longer --window"):
+    window = replace(served(load(count=3)), named="the last 1 h")
+    with pytest.raises(JobError, match=r"3 requests .* the last 1 h, .* serve more first"):
         analyse(window)
 
 
