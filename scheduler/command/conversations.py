@@ -119,7 +119,8 @@ def run_rename(args: argparse.Namespace) -> int:
         metadata.pop(TITLE, None)
         if args.title:
             metadata[TITLE] = args.title
-        return _tell(args, client.update_conversation(args.id, metadata=metadata))
+        answer = client.update_conversation(args.id, metadata=metadata)
+    return _tell(args, answer, f'titled "{args.title}"' if args.title else "has no title now")
 
 
 def run_show_one(args: argparse.Namespace) -> int:
@@ -210,12 +211,13 @@ def run_delete(args: argparse.Namespace) -> int:
             if input(f"delete {args.id} with {turns} turns? [y/N] ").strip().lower() != "y":
                 print("nothing deleted")
                 return 1
-        return _tell(args, client.delete_conversation(args.id))
+        return _tell(args, client.delete_conversation(args.id), "deleted")
 
 
 def _pin(args: argparse.Namespace, pinned: bool) -> int:
     with client_of(args) as client:
-        return _tell(args, client.update_conversation(args.id, pinned=pinned))
+        answer = client.update_conversation(args.id, pinned=pinned)
+    return _tell(args, answer, "pinned" if pinned else "no longer pinned")
 
 
 def _check(ident: str) -> None:
@@ -228,8 +230,8 @@ def _conversation(args: argparse.Namespace, client: Client) -> dict[str, Any]:
     return client.conversation(args.id)
 
 
-def _tell(args: argparse.Namespace, answer: dict[str, Any]) -> int:
+def _tell(args: argparse.Namespace, answer: dict[str, Any], what: str) -> int:
     if args.json:
         return print_json(answer)
-    print(f"{answer['id']} {'deleted' if answer.get('deleted') else 'changed'}")
+    print(f"{answer['id']} {what}")
     return 0

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from scheduler.command.flags import client_flags, client_of
 from scheduler.command.printing import age, out, place, print_json
-from scheduler.record import STATUSES
+from scheduler.record import STATUSES, TERMINAL
 
 _JOBS = """\
 List what waits, runs and has ended, newest first.
@@ -72,8 +72,12 @@ def run_jobs(args: argparse.Namespace) -> int:
 def run_cancel(args: argparse.Namespace) -> int:
     """Cancel one job."""
     with client_of(args) as client:
+        before = client.retrieve(args.id)["status"]
         response = client.cancel(args.id)
     if args.json:
         return print_json(response)
-    print(f"{response['id']} {response['status']}")
+    if before in TERMINAL:
+        print(f"{response['id']} had ended before ({before}): there was nothing to cancel")
+    else:
+        print(f"{response['id']} {response['status']}")
     return 0

@@ -105,6 +105,7 @@ def run_up(args: argparse.Namespace) -> int:
         console.print(f"stopping: {drain}, then states are saved; Ctrl-C again cuts it short")
         agent.close()
         stack.stop()
+        console.print("stopped")
     return 0
 
 

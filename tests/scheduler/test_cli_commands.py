@@ -84,7 +84,7 @@ def test_conversations(stack: Stack) -> None:
     name = made["conversation"]["id"]
     (item,) = httpx.get(f"{stack.url}/v1/responses/{made['id']}/input_items").json()["data"]
     assert item["content"][0]["text"] == "Hi"
-    assert run("rename", name, "Sky & sunset").stdout == f"{name} changed\n"
+    assert run("rename", name, "Sky & sunset").stdout == f'{name} titled "Sky & sunset"\n'
     assert run("--json", "pin", name).stdout.startswith("{")
     lines = run().stdout.splitlines()
     assert lines[1].startswith(name)
@@ -93,8 +93,8 @@ def test_conversations(stack: Stack) -> None:
     assert run("list", "--limit", "1").stdout.splitlines()[1].startswith(name)
     (listed,) = json.loads(run("--json").stdout)["data"]
     assert (listed["metadata"], listed["tandem"]["pinned"]) == ({"title": "Sky & sunset"}, True)
-    run("unpin", name)
-    run("rename", name, "")
+    assert run("unpin", name).stdout == f"{name} no longer pinned\n"
+    assert run("rename", name, "").stdout == f"{name} has no title now\n"
     (listed,) = json.loads(run("--json").stdout)["data"]
     assert (listed["metadata"], listed["tandem"]["pinned"]) == ({}, False)
     refused = run("delete", name)
@@ -119,6 +119,8 @@ def test_jobs_and_cancel(stack: Stack) -> None:
     assert "next" in lines[2]
     out = tandem("cancel", ids[0], url=stack.url)
     assert (out.returncode, out.stdout) == (0, f"{ids[0]} cancelled\n")
+    out = tandem("cancel", ids[0], url=stack.url)
+    assert (out.returncode, "had ended before (cancelled)" in out.stdout) == (0, True)
     live = json.loads(tandem("jobs", "--status", "live", "--json", url=stack.url).stdout)
     assert [job["id"] for job in live["data"]] == [ids[1]]
     assert tandem("show", ids[0], url=stack.url).returncode == 0

@@ -254,6 +254,7 @@ def test_up_again_after_a_sudden_death_and_down_by_a_signal(
         eventually(lambda: ready(config) or up.process.poll(), "the stack is not ready", 120)
         up.process.send_signal(signal.SIGTERM)
         assert up.wait() == 0
+        assert "stopped" in up.lines
     assert_nothing_left(config)
 
 
