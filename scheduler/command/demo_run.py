@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -28,6 +28,8 @@ SECOND_QUESTION = "And what did she find on the glass table?"
 MIN_TOKENS = 2000
 SAVE_SECONDS = 120.0
 RESTART_SECONDS = 600.0
+SAY_EVERY = 20.0
+"""Seconds between two lines of the step that computes alone: minutes on a slow machine."""
 
 
 class Demo:
@@ -234,12 +236,13 @@ class Demo:
             )
             expected.append(list(turn.output_ids))
         request = {"model": str(self._config.model_dir), "runs": runs}
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "engine.solo"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
+        size = " and ".join(f"{len(run['ids']):,}" for run in runs)
+
+        def say(seconds: float) -> None:
+            self._console.print(f"   still at it after {seconds:.0f} s: prompts of {size} tokens")
+
+        done = run_saying(
+            [sys.executable, "-P", "-m", "engine.solo"], json.dumps(request), say, SAY_EVERY
         )
         if done.returncode != 0:
             raise StackFailed(f"the solo run failed: {done.stderr.strip().splitlines()[-1:]}")
@@ -319,6 +322,30 @@ class Demo:
         with self._console.status(f"   {what}"):
             yield
         self._console.print(f"   {what}: {time.monotonic() - began:.1f} s")
+
+
+def run_saying(
+    command: list[str], text: str, say: Callable[[float], None], every: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command with `text` as its input; calls `say` with the seconds gone, all `every` ones.
+
+    The command is killed where anything is raised meanwhile.
+    """
+    began = time.monotonic()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            while True:
+                try:
+                    out, err = process.communicate(text, timeout=every)
+                except subprocess.TimeoutExpired:
+                    say(time.monotonic() - began)
+                else:
+                    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        except BaseException:
+            process.kill()
+            raise
 
 
 def leading(schedule: list[list[int]], tokens: int) -> list[list[int]]:

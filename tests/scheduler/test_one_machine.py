@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from scheduler.cli import main
+from scheduler.command.demo_run import run_saying
 from scheduler.config import load
 from scheduler.host.data_dir import Claim
 
@@ -62,3 +64,14 @@ def test_nothing_runs(here: Path, capsys: pytest.CaptureFixture[str], words: lis
     with Claim(here.parent):  # one that runs, whose Redis is away
         assert main(command) == 2
     assert "tandem: Redis does not answer (" in capsys.readouterr().err
+
+
+def test_what_takes_long_says_that_it_goes_on(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    program = (
+        "import os, sys, time\ntext = sys.stdin.read()\n"
+        f"while not os.path.exists({str(seen)!r}): time.sleep(0.01)\n"
+        "print(text * 2)\nsys.exit(3)\n"
+    )
+    done = run_saying([sys.executable, "-c", program], "ab", lambda _: seen.touch(), 0.2)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "abab\n", "")
