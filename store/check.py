@@ -9,6 +9,7 @@ is only reported.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -213,8 +214,14 @@ def _states(
     """The healthy states, and all blocks they need with their number of references."""
     states: dict[str, State] = {}
     live: dict[bytes, int] = {}
-    for state in store.states.every(txn):
-        if store.early.orphan(txn, state):
+    orphans = {one.turn for one in store.states.every(txn) if store.early.orphan(txn, one)}
+    # A preamble among them stays if one that does goes on from it: those come last, longest first.
+    every = sorted(
+        store.states.every(txn),
+        key=lambda one: -one.tokens if one.turn in orphans and not one.inside else -math.inf,
+    )
+    for state in every:
+        if state.turn in orphans and (state.inside or state.head not in live):
             report.tell(
                 f"orphan: the state {state.turn} stands inside a prompt of conversation "
                 f"{state.conversation or '(none)'}, which is not stored"

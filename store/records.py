@@ -172,13 +172,11 @@ class Records:
                 if state.named
             ]
             for state in sorted(named, key=lambda state: -state.tokens):
-                if state.inside:
-                    goes = state.conversation == ident
+                if state.conversation != ident and (state.inside or state.conversation):
+                    continue
+                if not state.inside and self.states.followers(txn, state):
+                    self.states.share(txn, state.turn)
                 else:
-                    goes = state.conversation in ("", ident) and not self.states.followers(
-                        txn, state
-                    )
-                if goes:
                     self.states.drop(txn, state.turn)
             return True
 

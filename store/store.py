@@ -40,7 +40,7 @@ class Store(Records):
         self.quotas = Quotas(
             environment, self.blocks, self.states, self.evictor, limits.owner_bytes
         )
-        self.early = Early(self.conversations, self.states)
+        self.early = Early(self.conversations, self.turns, self.states, self.blocks)
         self.damaged: set[bytes] = set()
         self.reading = Reading(
             environment, self.blocks, self.turns, self.states, self.pins, self.damaged, self.touch
@@ -230,8 +230,9 @@ class Store(Records):
             )
 
     def sweep(self) -> int:
-        """Drop states inside prompts, and preambles, of conversations that are not stored: what
-        turns left behind that ended with the process before. Returns how many there were."""
+        """Drop states inside prompts of conversations that are not stored, and preambles of turns
+        that are not, unless another state goes on from them: what turns left behind that ended
+        with the process before. Returns how many went."""
         with self.lock:
             return self.environment.write(self.early.sweep)
 

@@ -299,6 +299,82 @@ def test_a_preamble_is_swept_with_the_process_that_could_not_settle_it(tmp_path:
         store.close()
 
 
+def test_a_preamble_that_a_stored_state_goes_on_from_outlives_a_crash(tmp_path: Path) -> None:
+    """Not one from which only states go on that go themselves, nor one of those within it."""
+    ids, alone = list(range(64)), list(range(500, 564))
+    inside = [*alone, *range(32)]
+    store = Store.open(tmp_path / "store", 128 << 20)
+    preamble(store, ids[:32], "conv_a")
+    name = preamble(store, ids, "conv_a")
+    turn = put(store, [*ids, *range(900, 940)], 100)
+    preamble(store, alone[:32], "conv_b")
+    preamble(store, alone, "conv_b")
+    store.save_prefix("anna", inside, *make_state(inside), conversation="conv_b", gain=32)
+    store.close()
+    store = Store.open(tmp_path / "store", 128 << 20, create=False)
+    try:
+        report = store.check()
+        assert len(report.dropped) == 3
+        assert all(line.startswith("orphan: ") for line in report.problems[:3])
+        copied = Store.open(_copy(store, tmp_path / "copy"), 128 << 20, create=False)
+        assert copied.check(repair=True).dropped == report.dropped
+        assert copied.check().clean
+        copied.close()
+        assert store.sweep() == 3
+        report = store.check()
+        assert report.clean, report.problems
+        store.serve(MODEL, BLOCK)
+        assert store.drop_state(turn)
+        assert found(store, [*ids, 5]) == 64
+        assert found(store, [*ids[:32], 5]) == 32
+        assert found(store, [*alone, 5]) == 0
+        assert not store.settle_preamble(name, kept=False)
+    finally:
+        store.close()
+
+
+def _copy(store: Store, folder: Path) -> Path:
+    folder.mkdir()
+    store.copy(folder)
+    return folder
+
+
+def test_a_preamble_of_a_later_turn_that_a_crash_cut_off_is_swept(tmp_path: Path) -> None:
+    """Its conversation is stored, and no turn of it begins so."""
+    ids, kept = list(range(64)), list(range(500, 548))
+    store = Store.open(tmp_path / "store", 128 << 20)
+    store.put_turn(make_turn([*kept, 1], [2], conversation="conv_a", owner="anna"))
+    preamble(store, ids, "conv_a")
+    preamble(store, kept, "conv_a")
+    store.close()
+    store = Store.open(tmp_path / "store", 128 << 20, create=False)
+    try:
+        assert store.check().clean
+        assert store.sweep() == 1
+        assert store.check().clean
+        store.serve(MODEL, BLOCK)
+        assert found(store, [*ids, 5]) == 0
+        assert found(store, [*kept, 5]) == 48
+    finally:
+        store.close()
+
+
+def test_deleting_a_conversation_leaves_its_preamble_to_who_goes_on_from_it(store: Store) -> None:
+    """Also before it is known whether its turn is kept."""
+    ids, alone = list(range(64)), list(range(500, 548))
+    store.put_turn(make_turn([1, 2, 3], [4], conversation="conv_a", owner="anna"))
+    names = [preamble(store, each, "conv_a") for each in (ids, alone)]
+    turn = put(store, [*ids, *range(900, 940)], 100)
+    store.delete_conversation("conv_a")
+    report = store.check()
+    assert report.clean, report.problems
+    assert found(store, [*alone, 5]) == 0
+    assert [store.settle_preamble(name, kept=False) for name in names] == [False, False]
+    assert store.drop_state(turn)
+    assert found(store, [*ids, 5]) == 64
+    assert store.check().clean
+
+
 def test_deleting_the_last_conversation_deletes_its_preamble(store: Store) -> None:
     ids = list(range(64))
     store.save_prefix("anna", ids, *make_state(ids))
