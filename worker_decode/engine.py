@@ -195,6 +195,7 @@ class Engine:
         self._watches[uid] = Watch(notes, self._loop)
         if start.held is not None:  # it is this row's now
             self.kept.taken(start.held, job.id)
+        self._sharing.begins(job)
         if start.base is not None:
             self._sharing.loose.used(job.id, start.base)
         if start.shared:

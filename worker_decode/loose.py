@@ -40,7 +40,7 @@ class Loose:
         self._loose: set[str] = set()
         self._begin: dict[str, set[str]] = {}
         self._due: deque[tuple[float, str, str]] = deque()
-        self._settled: deque[tuple[str, bool]] = deque()
+        self._kept: deque[str] = deque()
 
     def brought(self, turn: str, name: str) -> None:
         """A turn that is under way has a preamble stored under `name`."""
@@ -48,35 +48,38 @@ class Loose:
         self.used(turn, name)
 
     def used(self, turn: str, name: str) -> None:
-        """A turn that is under way begins with a stored state. Harmless for any but a loose one."""
-        if name in self._loose:
-            self._begin.setdefault(turn, set()).add(name)
+        """A turn that is under way begins with what is stored under `name`, now or when another
+        turn has brought it. Harmless for what is no preamble."""
+        self._begin.setdefault(turn, set()).add(name)
 
     def ended(self, turn: str, *, kept: bool) -> None:
         """A turn is durable, or is not kept. That a run of it was lost may be told before that a
         later one is durable."""
         for name in self._begin.pop(turn, ()):
-            self._due.append((self.clock() + self._patience, turn, name))
+            if name in self._loose:
+                self._due.append((self.clock() + self._patience, turn, name))
         if kept:
-            for _, one, name in self._due:
-                if one == turn:
-                    self._settle(name, kept=True)
-            self._due = deque(entry for entry in self._due if entry[1] != turn)
+            names = {name for _, one, name in self._due if one == turn}
+            self._due = deque(entry for entry in self._due if entry[2] not in names)
+            self._loose -= names
+            self._kept.extend(names)
 
     def look_after(self, *, wait: bool = False) -> None:
         """Have those dropped whose time has come, while the saver has room; all of them where this
         node is to stop and so may `wait` for it."""
-        while self._due and (wait or self._due[0][0] <= self.clock()):
+        while self._kept and (wait or self._saver.room):
+            self._saver.do(partial(self._tell, self._kept.popleft(), True))
+        # Until then it is loose: a turn that begins with it while the saver is full keeps it.
+        while self._due and (wait or (self._due[0][0] <= self.clock() and self._saver.room)):
             _, _, name = self._due.popleft()
-            if not any(name in names for names in self._begin.values()):
-                self._settle(name, kept=False)
-        while self._settled and (wait or self._saver.room):
-            self._saver.do(partial(self._tell, *self._settled.popleft()))
+            if not self._wanted(name):
+                self._loose.discard(name)
+                self._saver.do(partial(self._tell, name, False))
 
-    def _settle(self, name: str, *, kept: bool) -> None:
-        if name in self._loose:
-            self._loose.discard(name)
-            self._settled.append((name, kept))
+    def _wanted(self, name: str) -> bool:
+        """Whether a turn under way begins with it, or one did that has ended later."""
+        under_way = any(name in names for names in self._begin.values())
+        return under_way or any(name == later for _, _, later in self._due)
 
     def _tell(self, name: str, kept: bool) -> None:
         """On the saver's thread, behind the save."""

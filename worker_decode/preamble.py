@@ -9,7 +9,8 @@ from functools import partial
 
 from engine.model import Caches, Model
 from scheduler.record import Job
-from store.codec.header import Piece
+from store.codec.chain import Chain
+from store.codec.header import Piece, root
 from store.errors import StoreError
 from store.objects import owner_tag
 from store.prefixes import state_name
@@ -40,6 +41,14 @@ class Sharing:
         self.loose = Loose(store, saver, patience)
         self._put_for: dict[str, tuple[str, list[str]]] = {}
         self._ended: deque[tuple[str, bool]] = deque()
+
+    def begins(self, job: Job) -> None:
+        """A turn is under way: its preamble may be stored already, or by another turn, although
+        nothing of it came with this one's state."""
+        layout = self._model.layout
+        if cut := cut_of(job, layout):
+            chain = Chain(root(self._model.fingerprint), job.prompt_ids, layout.block_tokens)
+            self.loose.used(job.id, state_name(owner_tag(job.owner), chain.at(cut)))
 
     def computed(
         self,

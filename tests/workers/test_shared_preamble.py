@@ -332,6 +332,82 @@ def test_a_preamble_that_others_still_use_waits_for_their_end(
         node.close()
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_preamble_stays_for_a_turn_that_the_prefill_node_began_with_it(
+    pair: Pair, drained: bool
+) -> None:
+    """It began where the preamble is parked, so that this one has no state that says so."""
+    node = pair.node
+    loose, now = node.engine._sharing.loose, [0.0]
+    loose.clock = lambda: now[0]
+    first, second = begun(0), begun(1)
+    length, cut = first.prompt_tokens, cut_of(first, node.model.layout)
+    found(node, first.prompt_ids)  # says which model is served
+    facts = dict(pair.prefill(first)())
+    told = dict(pair.prefill(second)())
+    assert told["computed_tokens"] == length - 1 - cut
+    asked = {**second.request, "params": {"max_output_tokens": 40}}  # it outlasts the other one
+    again = make_job(second.prompt_ids, ident=second.id, handoff=told, request=asked)
+    run = node.execution(again)
+    node.engine.add(run, again)  # before the one that brings it
+    given_up(node, make_job(first.prompt_ids, ident=first.id, handoff=facts, request=first.request))
+    node.engine.idle()
+    while not (ended := node.engine.step()):
+        pass
+    assert ended[0].commit is not None
+    ended[0].commit()
+    now[0] = 1e6
+    node.engine._sharing.look_after(wait=drained)
+    saved(node)
+    assert conversations(node) == [""]
+    node.settle()
+    assert node.store.drop_state(second.id)
+    assert found(node, begun(2).prompt_ids) == cut
+    assert node.store.check().clean
+
+
+def test_a_preamble_that_is_to_go_stays_for_a_turn_that_comes_before_it_goes(
+    kind: Model, words: Any, tmp_path: Path
+) -> None:
+    node = Node(kind, words, tmp_path)
+    loose, now = node.engine._sharing.loose, [0.0]
+    loose.clock = lambda: now[0]
+    saver, begins, goes_on = node.engine.kept.saver, threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begins.set()
+        goes_on.wait(60)
+
+    try:
+        first, second = begun(0), begun(1)
+        given_up(node, first)
+        node.engine.idle()
+        saver.do(slow)
+        assert begins.wait(60)
+        while saver.room:
+            saver.do(goes_on.is_set)
+        now[0] = 1e6
+        node.engine.idle()
+        run = node.execution(second)
+        node.engine.add(run, second)
+        goes_on.set()
+        saved(node)
+        node.engine.idle()
+        saved(node)
+        while not (ended := node.engine.step()):
+            pass
+        assert ended[0].commit is not None
+        ended[0].commit()
+        node.settle()
+        now[0] = 2e6
+        node.engine.idle()
+        saved(node)
+        assert conversations(node) == [""]
+    finally:
+        goes_on.set()
+        node.close()
+
+
 def test_a_preamble_outlives_its_conversations_and_the_process(
     kind: Model, words: Any, tmp_path: Path
 ) -> None:
