@@ -220,7 +220,8 @@ class Demo:
 
     def _solo(self, turns: list[str]) -> list[dict[str, Any]]:
         """Both answers by the engine's oracle, with the chunk lengths that were recorded."""
-        runs, expected = [], []
+        runs: list[dict[str, Any]] = []
+        expected: list[list[int]] = []
         for identity in turns:
             turn = self._store.get_turn(identity)
             if turn is None:
@@ -332,14 +333,16 @@ def run_saying(
     The command is killed where anything is raised meanwhile.
     """
     began = time.monotonic()
+    rest: str | None = text  # is sent by the first call alone, whether it ends in time or not
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             while True:
                 try:
-                    out, err = process.communicate(text, timeout=every)
+                    out, err = process.communicate(rest, timeout=every)
                 except subprocess.TimeoutExpired:
+                    rest = None
                     say(time.monotonic() - began)
                 else:
                     return subprocess.CompletedProcess(command, process.returncode, out, err)
