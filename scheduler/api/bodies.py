@@ -140,7 +140,7 @@ class _Body(Request):
 def _checked(raw: bytes, shape: TypeAdapter[Any]) -> Any:
     value = read(raw)
     try:
-        return shape.validate_python(value)
+        return shape.validate_python(value, from_attributes=True)  # as FastAPI has it
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in found]) from None

@@ -22,6 +22,7 @@ from scheduler.api.schema import (
     check_metadata,
     unserved,
 )
+from scheduler.api.translated import translated
 
 
 class ImageUrl(Shape):
@@ -71,7 +72,7 @@ class ChatMessage(Shape):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: ChatContent = None
-    tool_calls: Annotated[list[ChatCall], FIRST] | None = None
+    tool_calls: Annotated[list[ChatCall], FIRST, Field(max_length=MAX_IDS)] | None = None
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
 
@@ -144,7 +145,7 @@ class ChatRequest(Shape):
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     service_tier: Name | None = None
-    tools: Annotated[list[ChatTool], FIRST] | None = None
+    tools: Annotated[list[ChatTool], FIRST, Field(max_length=MAX_IDS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -158,7 +159,7 @@ class ChatRequest(Shape):
         None, description="extension"
     )
     logit_bias: Bias | None = None
-    modalities: list[Name] | None = None
+    modalities: Annotated[list[Name], FIRST, Field(max_length=16)] | None = None
     audio: Any = None
     web_search_options: Any = None
     functions: Any = None
@@ -202,7 +203,7 @@ def to_response_request(body: ChatRequest) -> ResponseRequest:
             "logit_bias", "store",
         )
     }  # fmt: skip
-    fields["input"] = [item for i, m in enumerate(body.messages) for item in _items(m, i)]
+    items = [item for i, m in enumerate(body.messages) for item in _items(m, i)]
     fields["max_output_tokens"] = body.max_completion_tokens or body.max_tokens
     if body.tools:
         fields["tools"] = [{"type": "function", **t.function.model_dump()} for t in body.tools]
@@ -216,7 +217,7 @@ def to_response_request(body: ChatRequest) -> ResponseRequest:
         effort = "medium" if thinking else "none"
     if effort is not None:
         fields["reasoning"] = {"effort": effort}
-    return ResponseRequest.model_validate(fields)
+    return translated(items, fields)
 
 
 def _format(wanted: ResponseFormat) -> dict[str, Any]:

@@ -154,6 +154,8 @@ def from_validation(errors: Any) -> Fault:
         elif not part.startswith("«"):
             param += f".{part}" if param else str(part)
     text = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] in ("model_type", "model_attributes_type"):
+        text = "should be an object"  # pydantic names the class
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
     return bad(f"{param or 'the body'}: {text}", param or None, code)
 

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 
 from scheduler.api.faults import bad
 from scheduler.api.schema import FIRST, MAX_IDS, FunctionName, Name, ResponseRequest, Shape, Text
+from scheduler.api.translated import translated
 
 _MEDIA = ("image", "document", "file", "container_upload")
 
@@ -107,7 +108,7 @@ class CountRequest(Shape):
     model: Name
     messages: Annotated[list[AnthropicMessage], FIRST, Field(min_length=1, max_length=MAX_IDS)]
     system: Blocks | None = None
-    tools: Annotated[list[AnthropicTool], FIRST] | None = None
+    tools: Annotated[list[AnthropicTool], FIRST, Field(max_length=MAX_IDS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -117,9 +118,12 @@ class MessagesRequest(CountRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=1024)]] | None, Field(max_length=16)
-    ] = None
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=1024)]], FIRST, Field(max_length=16)
+        ]
+        | None
+    ) = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -137,7 +141,6 @@ def to_response_request(body: CountRequest) -> ResponseRequest:
         items += _items(message, f"messages.{index}")
     fields: dict[str, Any] = {
         "model": body.model,
-        "input": items,
         "instructions": "\n\n".join(_texts(body.system, "system")) or None,
     }
     if body.tools:
@@ -173,7 +176,7 @@ def to_response_request(body: CountRequest) -> ResponseRequest:
             "top_k": body.top_k,
             "user": body.metadata.user_id if body.metadata else None,
         }
-    return ResponseRequest.model_validate(fields)
+    return translated(items, fields)
 
 
 def _texts(content: str | Sequence[Block] | None, where: str) -> list[str]:

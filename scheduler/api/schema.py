@@ -134,8 +134,8 @@ class ReasoningItem(Shape):
 
     type: Literal["reasoning"]
     id: Name | None = None
-    content: Annotated[list[ReasoningText], FIRST] | None = None
-    summary: Annotated[list[ReasoningText], FIRST] | None = None
+    content: Annotated[list[ReasoningText], FIRST, Field(max_length=MAX_IDS)] | None = None
+    summary: Annotated[list[ReasoningText], FIRST, Field(max_length=MAX_IDS)] | None = None
 
 
 class CompactionItem(Shape):
@@ -255,8 +255,10 @@ def _one_stop(value: Any) -> Any:
 
 
 Stop = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=1024)]] | None,
-    Field(max_length=16),
+    Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=1024)]], FIRST, Field(max_length=16)
+    ]
+    | None,
     BeforeValidator(_one_stop),
 ]
 
@@ -318,11 +320,11 @@ class ResponseRequest(Shape):
     user: Name | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
-    tools: Annotated[list[FunctionTool], FIRST] | None = None
+    tools: Annotated[list[FunctionTool], FIRST, Field(max_length=MAX_IDS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    include: Annotated[list[Name], Field(max_length=64)] | None = None
+    include: Annotated[list[Name], FIRST, Field(max_length=64)] | None = None
     presence_penalty: Penalty | None = Field(None, description="extension")
     frequency_penalty: Penalty | None = Field(None, description="extension")
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = Field(
@@ -349,7 +351,7 @@ class ResponseRequest(Shape):
 class NewConversation(Shape):
     """Body of POST /v1/conversations."""
 
-    items: Annotated[list[Item], Field(max_length=20)] | None = None
+    items: Annotated[list[Item], FIRST, Field(max_length=20)] | None = None
     metadata: Metadata | None = None
 
     _check_metadata = field_validator("metadata")(check_metadata)
@@ -367,7 +369,7 @@ class ConversationUpdate(Shape):
 class NewItems(Shape):
     """Body of POST /v1/conversations/{id}/items."""
 
-    items: Annotated[list[Item], Field(min_length=1, max_length=20)]
+    items: Annotated[list[Item], FIRST, Field(min_length=1, max_length=20)]
 
 
 AnyItem = MessageItem | CallItem | CallOutputItem | ReasoningItem | CompactionItem | ItemReference

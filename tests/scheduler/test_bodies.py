@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +14,21 @@ from api_stack import Stack
 from held import Held
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter
 from redis_kit import Server, eventually
 
 from scheduler.api import bodies, responses
 from scheduler.api.bodies import LONG, MAX_DIGITS, SMALL, Tally, shortened, values_of
-from scheduler.api.schema import MAX_IDS
+from scheduler.api.chat_requests import ChatRequest
+from scheduler.api.compaction import CompactRequest
+from scheduler.api.message_requests import CountRequest, MessagesRequest
+from scheduler.api.schema import (
+    MAX_IDS,
+    ConversationUpdate,
+    NewConversation,
+    NewItems,
+    ResponseRequest,
+)
 from scheduler.sections import ApiConfig
 
 MOST = 1000
@@ -29,6 +39,12 @@ TALK = [{"role": "user", "content": "Hi"}]
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
     with Server() as server, Stack(server.url, api={"max_values": MOST}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[Stack]:
+    with Server() as server, Stack(server.url) as running:
         yield running
 
 
@@ -107,6 +123,51 @@ def test_the_longest_conversations_and_many_tools_are_few_enough_values() -> Non
     assert values_of(json.dumps({"input": turns, "tools": [tool] * 128}).encode(), limit) <= limit
 
 
+def chat_turn(number: int) -> list[dict[str, Any]]:
+    call = {"id": f"c{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": "t", "tool_calls": [call]}
+    return [asked, {"role": "tool", "tool_call_id": f"c{number}", "content": "r"}]
+
+
+def anthropic_turn(number: int) -> list[dict[str, Any]]:
+    call = {"type": "tool_use", "id": f"c{number}", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": f"c{number}", "content": "r"}
+    return [
+        {"role": "assistant", "content": [{"type": "text", "text": "t"}, call]},
+        {"role": "user", "content": [result]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "turn"),
+    [
+        ("/v1/chat/completions", chat_turn),
+        ("/v1/messages", anthropic_turn),
+        ("/v1/messages/count_tokens", anthropic_turn),
+    ],
+)
+def test_messages_that_make_too_many_items_are_refused_in_words(
+    roomy: Stack, path: str, turn: Callable[[int], list[dict[str, Any]]]
+) -> None:
+    turns = MAX_IDS // 3 + 1
+    messages = [*TALK, *(message for n in range(turns) for message in turn(n))]
+    assert len(messages) < MAX_IDS
+    told = post(roomy, {"model": "default", "max_tokens": 5, "messages": messages}, path)
+    assert told.status_code == 400
+    error = told.json()["error"]
+    assert f"make {1 + 3 * turns} items, at most {MAX_IDS}" in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_results_that_are_too_long_together_are_refused_in_words(roomy: Stack) -> None:
+    text = {"type": "text", "text": "x" * (9 << 20)}
+    result = {"type": "tool_result", "tool_use_id": "c0", "content": [text] * 4}
+    messages = [*TALK, anthropic_turn(0)[0], {"role": "user", "content": [result]}]
+    told = post(roomy, {"model": "default", "max_tokens": 5, "messages": messages}, PATHS[2])
+    assert told.status_code == 400
+    assert "messages: String should have at most" in told.json()["error"]["message"]
+
+
 def test_a_line_of_a_batch_is_bounded_as_well(stack: Stack) -> None:
     entry = {"method": "POST", "url": "/v1/responses", "body": {"input": "Hi"}}
     lines = [json.dumps({**entry, "custom_id": "few"}).encode()]
@@ -138,8 +199,9 @@ PAD = "x" * (SMALL + 1)
         {"input": "Hi", "temperature": "warm"},
         {"input": "Hi", "metadata": {str(n): "x" for n in range(17)}},
         {"input": "Hi", "tools": [{"type": "function", "name": "no spaces"}]},
+        {"input": "Hi", "tools": ["none"]},
     ],
-    ids=["part", "role", "number", "metadata", "tool"],
+    ids=["part", "role", "number", "metadata", "tool", "no object"],
 )
 def test_what_is_wrong_is_told_alike_of_small_and_larger_bodies(
     stack: Stack, given: dict[str, Any]
@@ -147,6 +209,45 @@ def test_what_is_wrong_is_told_alike_of_small_and_larger_bodies(
     small, larger = post(stack, given), post(stack, {**given, "unknown": PAD})
     assert small.status_code == larger.status_code == 400
     assert small.json() == larger.json()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("given", [b"null", b"[]", b"1", b'"a"'], ids=["null", "list", "1", "text"])
+def test_what_is_no_object_is_told_alike_of_any_length(
+    stack: Stack, given: bytes, path: str
+) -> None:
+    small, larger = post(stack, given, path), post(stack, given + b" " * (SMALL + 1), path)
+    assert small.status_code == larger.status_code == 400
+    assert small.json() == larger.json()
+    assert "the body: should be an object" in small.text
+
+
+SHAPES = (
+    ResponseRequest, ChatRequest, MessagesRequest, CountRequest, CompactRequest, NewConversation,
+    ConversationUpdate, NewItems,
+)  # fmt: skip
+
+
+def lists_in(schema: Any, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lists of a shape as its validator knows them, and where they are."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield at, schema
+        for name, part in schema.items():
+            if name not in ("metadata", "serialization"):
+                yield from lists_in(part, f"{at}.{name}")
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_in(part, at)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_list_is_bounded_and_told_of_once(shape: type[BaseModel]) -> None:
+    found = dict(lists_in(TypeAdapter(shape).core_schema))
+    assert found or shape is ConversationUpdate
+    for where, schema in found.items():
+        assert schema.get("fail_fast"), where
+        assert schema.get("max_length", MAX_IDS + 1) <= MAX_IDS, where
 
 
 @pytest.mark.parametrize("pad", ["", PAD], ids=["small", "larger"])
