@@ -201,21 +201,25 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> list[
 
 
 class Messages:
-    """The messages of `messages_of`, for items that are given bit by bit."""
+    """The messages of `messages_of`, for items that are given bit by bit.
+
+    `leading`: the texts of the system message, which grow only until there is another one.
+    `rest`: the others, of which only the last may still change. Both are to be read only.
+    """
 
     def __init__(self, instructions: str | None = None) -> None:
-        self._leading = [instructions] if instructions else []
-        self._rest: list[Message] = []
+        self.leading = [instructions] if instructions else []
+        self.rest: list[Message] = []
 
     def all(self) -> list[Message]:
-        """Those of all items so far; the last ones may still change."""
-        if not self._leading:
-            return list(self._rest)
-        return [{"role": "system", "content": "\n\n".join(self._leading)}, *self._rest]
+        """Those of all items so far."""
+        if not self.leading:
+            return list(self.rest)
+        return [{"role": "system", "content": "\n\n".join(self.leading)}, *self.rest]
 
     def add(self, items: Sequence[Item]) -> None:
         """Further items."""
-        messages = self._rest
+        messages = self.rest
         for item in items:
             kind = item.get("type", "message")
             if kind == "function_call":
@@ -236,11 +240,11 @@ class Messages:
                 self._say(item)
 
     def _say(self, item: Item) -> None:
-        messages = self._rest
+        messages = self.rest
         role = "system" if item["role"] == "developer" else str(item["role"])
         text = text_of(item.get("content") or "", "" if role == "assistant" else "\n")
         if role == "system" and not messages:
-            self._leading.append(text)
+            self.leading.append(text)
         elif role == "assistant" and _open(messages):
             messages[-1]["content"] = text
         elif role == "user" and any(parts_of([item])):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -42,7 +43,7 @@ class Threads:
         self, response: str, items: Sequence[Item], instructions: str | None, extra: Any = None
     ) -> None:
         """Remember that `response` answers these items. `extra`: what else shapes the prompt."""
-        digest = _State(self._model, extra).over(messages_of(items, instructions))
+        digest = digest_of(messages_of(items, instructions), self._model, extra)
         pipe = self._client.pipeline(transaction=False)
         last = max((stop for _, stop in answers(items)), default=0)
         for key in (_key(digest), self._asked(items[last:], extra)):
@@ -58,7 +59,7 @@ class Threads:
         pipe = self._client.pipeline(transaction=False)
         before = [0, *(stop for _, stop in answers(items))]
         for start, _ in seams:
-            asked = items[max(stop for stop in before if stop <= start) : start]
+            asked = items[before[bisect_right(before, start) - 1] : start]
             pipe.lrange(self._asked(asked, extra), 0, -1)
         found = cast("list[list[bytes]]", pipe.execute())
         return [
@@ -71,7 +72,7 @@ class Threads:
         messages = messages_of(items)
         if messages and messages[0]["role"] == "system":
             del messages[0]
-        return f"tandem:asked:{_State(self._model, extra).over(messages)}"
+        return f"tandem:asked:{digest_of(messages, self._model, extra)}"
 
     def candidates(
         self, items: Sequence[Item], instructions: str | None, extra: Any = None
@@ -86,13 +87,12 @@ class Threads:
         if not seams:
             return
         pipe = self._client.pipeline(transaction=False)
-        state = _State(self._model, extra)
         # A conversation may have thousands of answers: nothing of it is looked at once for each.
-        past, done = Messages(instructions), 0
+        past, done = Past(self._model, instructions, extra), 0
         for start, _ in seams:
             past.add(items[done:start])
             done = start
-            pipe.lrange(_key(state.over(past.all())), 0, -1)
+            pipe.lrange(_key(past.digest()), 0, -1)
         found = cast("list[list[bytes]]", pipe.execute())
         for (start, stop), names in reversed(list(zip(seams, found, strict=True))):
             for name in names:
@@ -157,28 +157,79 @@ def answers(items: Sequence[Item]) -> Iterator[tuple[int, int]]:
             start = None
 
 
-class _State:
-    """Digest of a list of messages, each of which is hashed once however often it is asked for."""
+class Past:
+    """The digest of messages whose items are given bit by bit, as `digest_of` has it of all.
 
-    def __init__(self, model: str, extra: Any) -> None:
-        seed = json.dumps([model, extra], sort_keys=True, default=str)
-        self._seed = hashlib.blake2b(seed.encode("utf-8", "replace"), digest_size=16)
-        self._messages: list[Message] = []
-        self._states: list[Any] = []
+    However often it is asked for, each message is hashed once, and once more while it is the last.
+    """
 
-    def over(self, messages: Sequence[Message]) -> str:
-        """The digest; cheap where `messages` begins as in the call before."""
-        pairs = zip(self._messages, messages, strict=False)
-        same = min(len(self._messages), len(messages))
-        at = next((i for i, (a, b) in enumerate(pairs) if a is not b and a != b), same)
-        del self._messages[at:], self._states[at:]
-        state = (self._states[-1] if self._states else self._seed).copy()
-        for message in messages[at:]:
-            text = json.dumps(_content(message), sort_keys=True, ensure_ascii=False, default=str)
-            state.update(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest())
-            self._messages.append(message)
-            self._states.append(state.copy())
+    def __init__(self, model: str, instructions: str | None, extra: Any = None) -> None:
+        self._messages = Messages(instructions)
+        self._state = _seed(model, extra)  # over the messages that no longer change
+        self._final = -1  # how many of the others these are, after the system message
+        self._leading = _hash(_SYSTEM[0])
+        self._told = 0  # texts of the system message that are hashed
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Further items."""
+        self._messages.add(items)
+
+    def digest(self) -> str:
+        """The digest of all messages so far."""
+        rest = self._messages.rest
+        if self._final < 0:
+            state = self._begun()
+            if not rest:
+                return str(state.hexdigest())
+            self._state, self._final = state, 0
+        for message in rest[self._final : -1]:
+            self._state.update(_digest(message))
+        self._final = len(rest) - 1
+        state = self._state.copy()
+        state.update(_digest(rest[-1]))
         return str(state.hexdigest())
+
+    def _begun(self) -> Any:
+        """The digest of the system message, whose texts are hashed as the JSON of it has them."""
+        state = self._state.copy()
+        for text in self._messages.leading[self._told :]:
+            between = "\\n\\n" if self._told else ""
+            self._leading.update(_bytes(between + json.dumps(text, ensure_ascii=False)[1:-1]))
+            self._told += 1
+        if self._told:
+            whole = self._leading.copy()
+            whole.update(_bytes(_SYSTEM[1]))
+            state.update(whole.digest())
+        return state
+
+
+_SYSTEM = ('{"content": "', '", "role": "system"}')
+"""What stands around a system message's text, as `_digest` writes it."""
+
+
+def digest_of(messages: Sequence[Message], model: str, extra: Any = None) -> str:
+    """The digest of messages for this model; `extra`: what else shapes the prompt."""
+    state = _seed(model, extra)
+    for message in messages:
+        state.update(_digest(message))
+    return str(state.hexdigest())
+
+
+def _seed(model: str, extra: Any) -> Any:
+    return _hash(json.dumps([model, extra], sort_keys=True, default=str))
+
+
+def _digest(message: Message) -> bytes:
+    text = json.dumps(_content(message), sort_keys=True, ensure_ascii=False, default=str)
+    return bytes(_hash(text).digest())
+
+
+def _hash(text: str) -> Any:
+    return hashlib.blake2b(_bytes(text), digest_size=16)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "replace")
 
 
 def _key(digest: str) -> str:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
+import pytest
 import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.api import threads
 from scheduler.api.prompt import Messages, messages_of
-from scheduler.api.threads import Threads
+from scheduler.api.threads import Past, Threads, digest_of
 
 text = st.sampled_from(["", "a", "b", "東"])
 said = st.fixed_dictionaries(
@@ -37,22 +40,70 @@ def test_messages_are_the_same_bit_by_bit(
         assert made.all() == messages_of(items[:cut], instructions)
 
 
+odd = st.text(st.sampled_from('ab"\\\n\ud800東\x00'), max_size=6)
+
+
+@given(
+    items=conversations | st.lists(said | thought, max_size=12),
+    cuts=st.sets(st.integers(0, 12)),
+    instructions=st.none() | odd,
+)
+def test_digests_are_the_same_bit_by_bit(
+    items: list[dict[str, Any]], cuts: set[int], instructions: str | None
+) -> None:
+    past, done = Past("m", instructions, ["x"]), 0
+    for cut in [*sorted(cuts), len(items)]:
+        past.add(items[done:cut])
+        done = max(done, cut)
+        assert past.digest() == digest_of(messages_of(items[:cut], instructions), "m", ["x"])
+
+
+@given(st.lists(odd, min_size=1, max_size=5))
+def test_a_system_message_has_one_digest_however_it_comes(texts: list[str]) -> None:
+    past, items = Past("m", texts[0]), []
+    for text in texts[1:]:
+        items.append({"type": "message", "role": "system", "content": text})
+        past.add(items[-1:])
+        assert past.digest() == digest_of(messages_of(items, texts[0]), "m")
+
+
+def test_however_many_answers_there_are_a_message_is_hashed_twice_at_most(
+    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [
+        {"type": "message", "role": role, "content": str(n)}
+        for n in range(200)
+        for role in ("user", "assistant")
+    ]
+    hashed = Counter[str]()
+    digest = threads._digest
+
+    def counting(message: dict[str, Any]) -> bytes:
+        hashed[f"{message['role']} {message['content']}"] += 1
+        return digest(message)
+
+    monkeypatch.setattr(threads, "_digest", counting)
+    assert not list(Threads(client, "counted", 600).candidates(items, None))
+    assert len(hashed) == 2 * 199 - 1  # up to what the last but one answers
+    assert max(hashed.values()) <= 2
+
+
 def test_every_turn_of_a_conversation_is_found_by_what_it_answers(client: redis.Redis) -> None:
     models = itertools.count()
 
     @settings(max_examples=60, deadline=None)
     @given(items=conversations, instructions=st.none() | text)
     def check(items: list[dict[str, Any]], instructions: str | None) -> None:
-        threads = Threads(client, f"model {next(models)}", 600)  # which has no other turns
+        index = Threads(client, f"model {next(models)}", 600)  # which has no other turns
         question = {"type": "message", "role": "user", "content": "go on"}
         whole = [*items, question]
         named = {}
         # As each turn was entered when it was accepted, with what it answers alone.
         for _, start, stop in every_answer(whole):
             named[start] = f"resp_{start}"
-            threads.enter(named[start], whole[:start], instructions)
+            index.enter(named[start], whole[:start], instructions)
             assert stop > start
-        found = list(threads.candidates(whole, instructions))
+        found = list(index.candidates(whole, instructions))
         assert {start: name for name, start, _ in found if name == named[start]} == named
         assert [start for _, start, _ in found] == sorted(
             (start for _, start, _ in found), reverse=True
