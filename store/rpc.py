@@ -30,9 +30,9 @@ class StoreClient:
     """The store's read methods and the keeping of conversations, from another process.
 
     Thread-safe. Connects when first used and again after a failure. Raises StoreUnavailable when
-    the owner cannot be reached or does not answer within `timeout` seconds, and the owner's own
-    StoreError otherwise. A write whose answer was lost may have happened; all writes here may be
-    repeated.
+    the owner cannot be reached or does not answer within `timeout` seconds, or has not come to
+    this call in that time, and the owner's own StoreError otherwise. A write whose answer was lost
+    may have happened; all writes here may be repeated.
     """
 
     def __init__(
@@ -58,8 +58,15 @@ class StoreClient:
         request = msgpack.packb([method, arguments])
         if len(request) > MAX_REQUEST:
             raise StoreError(f"a request of {len(request)} bytes is over {MAX_REQUEST}")
-        with self._lock:
+        # One connection, one call at a time: a line of others' slow ones has an end as well.
+        if not self._lock.acquire(timeout=self.timeout):
+            raise StoreUnavailable(
+                f"the store's owner has answered others for {self.timeout:g} s: try again shortly"
+            )
+        try:
             answer = self._exchange(request)
+        finally:
+            self._lock.release()
         if answer[0]:
             return answer[1]
         raise _ERRORS.get(answer[1], StoreError)(answer[2])

@@ -40,8 +40,9 @@ STORE_TIMEOUT = 10.0
 LOOKING = 4
 """Jobs that are looked up in Redis for streams at the same time: clients that come back all at
 once must not take every thread. These threads are none of those that other requests wait for."""
-ASKING = 4
-"""Of those that Redis does not have, as many are looked up in a store."""
+ASKING = 1
+"""Of those that Redis does not have, as many are looked up in a store. It answers one after the
+other, and new requests ask it too: they must not stand in line behind many of these."""
 _NODES_FOR = 1.0
 
 

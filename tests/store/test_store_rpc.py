@@ -80,6 +80,15 @@ def test_errors_cross_the_socket(server: Server) -> None:
     client.close()
 
 
+def test_a_call_does_not_wait_for_others_without_end(server: Server) -> None:
+    client = StoreClient(server.path, timeout=0.01)
+    with client._lock, pytest.raises(StoreUnavailable, match="has answered others"):
+        client.stats()
+    client.timeout = 60.0
+    assert client.ping()
+    client.close()
+
+
 def test_an_absent_owner_is_said_and_a_new_one_found(store: Store, short: Path) -> None:
     client = StoreClient(short / "store.sock")
     with pytest.raises(StoreUnavailable, match="decode worker"):
