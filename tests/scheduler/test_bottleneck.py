@@ -295,7 +295,7 @@ def test_the_commands_read_the_running_stack(
         elsewhere.setenv("REDIS_URL", "unix:///nowhere/redis.sock")
         for words in (["bottleneck"], ["history", "export", str(file)]):
             assert main(words) == 2
-            assert "is `tandem up` running?" in capsys.readouterr().err
+            assert "is `tandem up` running" in capsys.readouterr().err
     assert main(["history", "export", str(file), "--window", "10m"]) == 0
     assert "8 requests" in capsys.readouterr().out
     assert len(history.read(file)) == 8

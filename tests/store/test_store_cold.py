@@ -71,7 +71,8 @@ def test_the_share_in_memory_is_told_by_conversation(
         assert arguments.run(arguments) == 0
     head, told, line = capsys.readouterr().out.splitlines()
     assert "in memory" in head
-    assert told.startswith("conv_")
+    turn, conversation, *_ = told.split()
+    assert (turn[:5], conversation[:5]) == ("resp_", "conv_")
     (row,) = json.loads(line)["residency"]
     assert 0 < row["resident_bytes"] <= row["bytes"]
 
