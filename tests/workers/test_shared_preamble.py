@@ -260,76 +260,74 @@ def test_a_preamble_of_a_turn_that_nobody_keeps_goes_with_it(
         node.close()
 
 
+Timed = tuple[Node, list[float]]
+"""A node, and the time by which its preambles are given up, for a test to move on."""
+
+
+def by_hand(node: Node) -> list[float]:
+    now = [0.0]
+    node.engine._sharing.loose.clock = lambda: now[0]
+    return now
+
+
+@pytest.fixture
+def timed(kind: Model, words: Any, tmp_path: Path) -> Iterator[Timed]:
+    node = Node(kind, words, tmp_path)
+    try:
+        yield node, by_hand(node)
+    finally:
+        node.close()
+
+
 @pytest.mark.parametrize("again", [0, 1])
-def test_a_preamble_stays_for_a_turn_that_is_kept(
-    kind: Model, words: Any, tmp_path: Path, again: int
-) -> None:
+def test_a_preamble_stays_for_a_turn_that_is_kept(timed: Timed, again: int) -> None:
     """Of the same client, that asks once more, or of another that says the same first."""
-    node = Node(kind, words, tmp_path)
-    loose, now = node.engine._sharing.loose, [0.0]
-    loose.clock = lambda: now[0]
-    try:
-        first, second = begun(0), begun(again)
-        length, cut = first.prompt_tokens, cut_of(first, kind.layout)
-        given_up(node, first)
-        node.engine.idle()
-        assert node.store.check().clean
-        assert computed(node, second) == ("restored", length - cut)
-        now[0] = 1e6
-        node.settle()
-        saved(node)
-        assert node.store.drop_state(second.id)
-        assert node.store.check().clean
-        assert found(node, begun(2).prompt_ids) == cut
-        assert conversations(node) == [""]
-    finally:
-        node.close()
+    node, now = timed
+    first, second = begun(0), begun(again)
+    length, cut = first.prompt_tokens, cut_of(first, node.model.layout)
+    given_up(node, first)
+    node.engine.idle()
+    assert node.store.check().clean
+    assert computed(node, second) == ("restored", length - cut)
+    now[0] = 1e6
+    node.settle()
+    saved(node)
+    assert node.store.drop_state(second.id)
+    assert node.store.check().clean
+    assert found(node, begun(2).prompt_ids) == cut
+    assert conversations(node) == [""]
 
 
-def test_a_preamble_stays_where_a_later_run_of_its_turn_is_kept(
-    kind: Model, words: Any, tmp_path: Path
-) -> None:
+def test_a_preamble_stays_where_a_later_run_of_its_turn_is_kept(timed: Timed) -> None:
     """The run that brought it is known to be lost only when the next one is under way."""
-    node = Node(kind, words, tmp_path)
-    loose, now = node.engine._sharing.loose, [0.0]
-    loose.clock = lambda: now[0]
-    try:
-        first = begun(0)
-        given_up(node, first)
-        node.engine.idle()
-        node.engine._sharing.ended(first.id, kept=True)
-        node.engine.idle()
-        now[0] = 1e6
-        node.engine.idle()
-        saved(node)
-        assert found(node, first.prompt_ids) == cut_of(first, kind.layout)
-        assert conversations(node) == [""]
-    finally:
-        node.close()
+    node, now = timed
+    first = begun(0)
+    given_up(node, first)
+    node.engine.idle()
+    node.engine._sharing.ended(first.id, kept=True)
+    node.engine.idle()
+    now[0] = 1e6
+    node.engine.idle()
+    saved(node)
+    assert found(node, first.prompt_ids) == cut_of(first, node.model.layout)
+    assert conversations(node) == [""]
 
 
-def test_a_preamble_that_others_still_use_waits_for_their_end(
-    kind: Model, words: Any, tmp_path: Path
-) -> None:
-    node = Node(kind, words, tmp_path)
-    loose, now = node.engine._sharing.loose, [0.0]
-    loose.clock = lambda: now[0]
-    try:
-        first, second = begun(0), begun(1)
-        cut = cut_of(first, kind.layout)
-        given_up(node, first)
-        run = node.execution(second)
-        node.engine.add(run, second)
-        now[0] = 1e6
-        node.engine.idle()
-        saved(node)
-        assert found(node, second.prompt_ids) == cut, "the other one begins with it"
-        node.engine.cancel(run)
-        node.engine.idle()
-        now[0] = 2e6
-        eventually(lambda: objects(node) == 0, "the preamble stays")
-    finally:
-        node.close()
+def test_a_preamble_that_others_still_use_waits_for_their_end(timed: Timed) -> None:
+    node, now = timed
+    first, second = begun(0), begun(1)
+    cut = cut_of(first, node.model.layout)
+    given_up(node, first)
+    run = node.execution(second)
+    node.engine.add(run, second)
+    now[0] = 1e6
+    node.engine.idle()
+    saved(node)
+    assert found(node, second.prompt_ids) == cut, "the other one begins with it"
+    node.engine.cancel(run)
+    node.engine.idle()
+    now[0] = 2e6
+    eventually(lambda: objects(node) == 0, "the preamble stays")
 
 
 @pytest.mark.parametrize("drained", [False, True])
@@ -338,8 +336,7 @@ def test_a_preamble_stays_for_a_turn_that_the_prefill_node_began_with_it(
 ) -> None:
     """It began where the preamble is parked, so that this one has no state that says so."""
     node = pair.node
-    loose, now = node.engine._sharing.loose, [0.0]
-    loose.clock = lambda: now[0]
+    now = by_hand(node)
     first, second = begun(0), begun(1)
     length, cut = first.prompt_tokens, cut_of(first, node.model.layout)
     found(node, first.prompt_ids)  # says which model is served
@@ -366,12 +363,8 @@ def test_a_preamble_stays_for_a_turn_that_the_prefill_node_began_with_it(
     assert node.store.check().clean
 
 
-def test_a_preamble_that_is_to_go_stays_for_a_turn_that_comes_before_it_goes(
-    kind: Model, words: Any, tmp_path: Path
-) -> None:
-    node = Node(kind, words, tmp_path)
-    loose, now = node.engine._sharing.loose, [0.0]
-    loose.clock = lambda: now[0]
+def test_a_preamble_that_is_to_go_stays_for_a_turn_that_comes_before_it_goes(timed: Timed) -> None:
+    node, now = timed
     saver, begins, goes_on = node.engine.kept.saver, threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -405,7 +398,6 @@ def test_a_preamble_that_is_to_go_stays_for_a_turn_that_comes_before_it_goes(
         assert conversations(node) == [""]
     finally:
         goes_on.set()
-        node.close()
 
 
 def test_a_preamble_outlives_its_conversations_and_the_process(
