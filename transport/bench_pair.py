@@ -99,7 +99,7 @@ class Pair:
             stdout=subprocess.DEVNULL,
         )
         self._stack.callback(_end, server)
-        limit = time.monotonic() + 20
+        limit = time.monotonic() + PATIENCE
         while not path.exists() and time.monotonic() < limit:
             time.sleep(0.02)
         return f"unix://{path}", ""
@@ -108,7 +108,10 @@ class Pair:
         from transport.sidecar import free_port
 
         hosts = Path(self.file).with_name("hosts.json")
-        hosts.write_text(json.dumps([[f"127.0.0.1:{free_port('127.0.0.1')}"] for _ in range(2)]))
+        ports: set[int] = set()
+        while len(ports) < 2:  # two draws may be the same one
+            ports.add(free_port("127.0.0.1"))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         ranks = [
             self._python("transport.bench_group", MLX_RANK=str(rank), MLX_HOSTFILE=str(hosts))
             for rank in range(2)

@@ -99,9 +99,9 @@ class Desk:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=f"link-{name}", daemon=True)
-        with self._lock:
+        with self._lock:  # `join` must not meet one that has not started: that raises
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def close(self) -> None:
         """Admit nothing any more."""

@@ -103,7 +103,11 @@ class FileServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            connection = Connection(sock, DEADLINE)
+            try:
+                connection = Connection(sock, DEADLINE)
+            except OSError:  # macOS: who connected has hung up already
+                sock.close()
+                continue
             with self._lock:
                 full = len(self._clients) >= MAX_CLIENTS
                 if not full:

@@ -108,8 +108,11 @@ class Receiver:
 
     def plan(self, form: Form, sender: str) -> Plan:
         """How this end's child of an rdma link is to be started."""
-        host = self.address[0]
-        own = f"{host}:{free_port(host)}" if form.fabric == "ring" else ""
+        host, own = self.address[0], ""
+        if form.fabric == "ring":
+            own = form.host
+            while own == form.host:  # on one machine the sender may have drawn the same port
+                own = f"{host}:{free_port(host)}"
         return Plan(
             fabric="ring" if form.fabric == "ring" else "jaccl",
             rank=0,
@@ -142,7 +145,11 @@ class Receiver:
         except OSError:
             time.sleep(0.05)  # out of descriptors: the listener stays readable, so do not spin
             return
-        connection = Connection(sock, min(self.deadline, HANDSHAKE_SECONDS))
+        try:
+            connection = Connection(sock, min(self.deadline, HANDSHAKE_SECONDS))
+        except OSError:  # macOS: who connected has hung up already
+            sock.close()
+            return
         with self._lock:
             welcome = len(self._strangers) < MAX_STRANGERS and not self._closing
             if welcome:

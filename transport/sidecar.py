@@ -168,7 +168,7 @@ class Sidecar:
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
-        except OSError:
+        except (OSError, ValueError):  # ValueError: the pipe was closed here, as the link ended
             raise self._broken("the child process of the link has ended") from None
 
     def _read(self) -> None:
