@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from scheduler.ledger.clock import Clock
@@ -19,6 +20,8 @@ log = logging.getLogger("tandem.decode")
 
 #: Name of the piece that tells of the state's way into the store.
 SAVE = "save"
+#: Saves that are remembered until the end of their turn has been noted.
+_EARLY = 64
 
 
 class Ledgers:
@@ -42,6 +45,7 @@ class Ledgers:
         self._lock = threading.Lock()
         self._ended: dict[str, tuple[Job, Result, bytes, float]] = {}
         self._copied: dict[str, tuple[float, float]] = {}
+        self._saves: OrderedDict[str, bytes] = OrderedDict()
 
     def ended(self, job: Job, result: Result, run: bytes, at: float) -> None:
         """A job has ended: what its record says now, and when that was."""
@@ -78,17 +82,25 @@ class Ledgers:
             self._tell(saved.turn, SAVE, piece)
         except Exception as error:  # the store has it all the same
             log.info("the record of %s does not say how it was saved: %s", saved.turn, error)
-        self.write([saved.turn], {SAVE: piece})
+        with self._lock:
+            # A state may be saved as soon as its turn is durable, before Redis knows of the end.
+            self._saves[saved.turn] = piece
+            while len(self._saves) > _EARLY:
+                self._saves.popitem(last=False)
+        self.write([saved.turn])
 
-    def write(self, turns: Iterable[str], later: dict[str, bytes] | None = None) -> None:
-        """Put these turns' ledgers into the store, in one transaction."""
+    def write(self, turns: Iterable[str]) -> None:
+        """Put the ledgers of those of these turns that have ended into the store, in one
+        transaction."""
         with self._lock:
             found = {turn: self._ended.pop(turn) for turn in turns if turn in self._ended}
+            saves = {turn: self._saves.pop(turn) for turn in found if turn in self._saves}
         if not found:
             return
+        later = {turn: {SAVE: piece} for turn, piece in saves.items()}
         try:
             self._store.annotate(
-                {turn: freeze(*ended, later=later) for turn, ended in found.items()}
+                {turn: freeze(*ended, later=later.get(turn)) for turn, ended in found.items()}
             )
         except StoreError as error:
             log.warning("%d ledgers stay in Redis alone: %s", len(found), error)

@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ from scheduler.record import Job, NewJob, Result, parse, response_id
 from scheduler.redis_client import connect
 from scheduler.runs import Runs
 from store import meter
+from store.saving import SaveReport
+from store.store import Store
+from store.turns import Turn
+from worker_decode.ledgers import Ledgers
+from worker_decode.saver import Saved
 
 
 def test_the_shortest_round_trip_tells_the_time() -> None:
@@ -270,6 +276,24 @@ def test_a_ledger_is_the_same_from_the_store() -> None:
             assert after[part] == before[part]
     assert thaw(bare, b"\xc1") == bare
     assert thaw(bare, b"\x80") == bare
+
+
+def test_a_save_that_is_over_before_its_turns_end_is_told_is_kept(
+    client: redis.Redis, tmp_path: Path
+) -> None:
+    """A turn is durable, and may be saved, before Redis knows that its job has ended."""
+    job, clock = whole_job(), Clock()
+    clock.ask(client, 1)
+    store = Store.open(tmp_path / "store", 1 << 26)
+    store.put_turn(Turn(job.id, "conv_" + "1" * 32, prompt_ids=[1], output_ids=[2]))
+    ledgers = Ledgers(store, clock, "n")
+    ledgers.saved(Saved(job.id, 2, SaveReport(77, 1, 0, 0, 0.1), None, time.monotonic()))
+    ledgers.ended(job, Result(path={"path": "cold"}), job.ledger["r2"], 104.0)
+    ledgers.write(ledgers.waiting())
+    turn = store.get_turn(job.id)
+    store.close()
+    assert turn is not None
+    assert ledger_of(thaw(job_with({}), turn.ledger))["bytes"]["store_written"] == 77
 
 
 class _Parser(html.parser.HTMLParser):
