@@ -96,17 +96,16 @@ class Session(Outgoing):
 
     def serve_control(self) -> None:
         """Answer control messages until the link ends. Runs in the control connection's thread."""
-        deadline = self.deadline
         heard = time.monotonic()
         try:
             while True:
-                message = self.control.poll(deadline / 4)
+                message = self.control.poll(self.deadline / 4)
                 now = time.monotonic()
                 if message is not None:
                     heard = now
                     self._handle(message)
-                elif now - heard > deadline:
-                    raise LinkError(f"no sign of life from the sender for {deadline:g} s")
+                elif now - heard > self.deadline:
+                    raise LinkError(f"no sign of life from the sender for {self.deadline:g} s")
                 self._incoming.expire(now)
         except LinkError as error:
             self.fail(error)

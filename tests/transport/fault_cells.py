@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from link_parts import MemorySink
+from link_parts import MemorySink, session_of
 
 from store.codec.header import Piece
 from transport import protocol
@@ -94,8 +94,7 @@ class Hands:
         self.link, self.receiver = link, receiver
         assert link._sender is not None
         self.sender: Sender = link._sender
-        sessions = list(receiver._sessions.values())
-        self.session: Session = next(s for s in sessions if s.peer and s.peer.node != "other")
+        self.session: Session = session_of(receiver, "prefill-1")
         if self.cell.side == "sender":
             control, streams = self.sender._control, []
             if self.cell.way == "tcp":

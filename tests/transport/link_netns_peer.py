@@ -1,15 +1,23 @@
-"""One end of a link in a network namespace of its own, driven by lines on stdin."""
+"""One end of a link in a network namespace of its own, driven by lines on stdin.
+
+`hold`: what comes in is not taken beyond its first piece until `go`, and "held" is said. `go`: it
+is, and a sender that is silent for `deadline` seconds is given up from now on. To a sender a number
+is an attempt to deliver, and after `ask` to borrow. With `hasty` before it the receiver has only
+`deadline` seconds once the link is formed, with `cut` for that as well.
+"""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from link_parts import FINGERPRINT, SECRET, MemorySink, contents, deliver, make_state
+from link_parts import FINGERPRINT, LONG, SECRET, MemorySink, contents, deliver, make_state
 
 from store.codec.header import Piece
+from transport import receiver as receiving_end
 from transport.desk import Desk
 from transport.errors import LinkError
 from transport.protocol import Ask
@@ -17,7 +25,12 @@ from transport.receiver import Receiver
 from transport.sender import Sender
 from transport.sink import Loan
 
+receiving_end.HANDSHAKE_SECONDS = LONG  # a machine that stalls is no fault of who shakes hands
 STATE = make_state([1000] + [200_000] * 10 + [1_500_000], seed=77)
+going = threading.Event()
+going.set()
+orders: queue.Queue[str] = queue.Queue()
+hasten: list[Receiver] = []
 
 
 def say(text: str) -> None:
@@ -31,6 +44,7 @@ class Reporting(MemorySink):
         super().piece(transfer, piece)
         if len(self.pieces[transfer]) == 1:
             say("moving")
+            going.wait(60)
 
     def done(self, transfer: str) -> None:
         super().done(transfer)
@@ -51,10 +65,26 @@ class Lender:
         yield Loan(96, nbytes, 16, iter(STATE))
 
 
-def receive(host: str, deadline: float) -> None:
-    receiver = Receiver(host, 0, SECRET, Reporting(), deadline, lender=Lender())
+def listen(deadline: float) -> None:
+    """Obey `hold` and `go` at once; the other lines wait their turn."""
+    for line in sys.stdin:
+        if line == "hold\n":
+            going.clear()
+            say("held")
+        elif line == "go\n":
+            for receiver in hasten:
+                for session in list(receiver._sessions.values()):
+                    session.deadline = deadline
+            going.set()
+        else:
+            orders.put(line)
+
+
+def receive(host: str) -> None:
+    receiver = Receiver(host, 0, SECRET, Reporting(), LONG, lender=Lender())
+    hasten.append(receiver)
     say(str(receiver.address[1]))
-    sys.stdin.readline()
+    orders.get()
     receiver.close()
 
 
@@ -72,13 +102,18 @@ def ask(sender: Sender, name: str, sink: Reporting) -> None:
 
 
 def send(host: str, deadline: float, port: int) -> None:
-    for line in sys.stdin:
+    while True:
+        line = orders.get()
         sink = Reporting()
+        forming = deadline if line.startswith("cut ") else LONG
+        using = deadline if line.startswith("hasty ") else LONG
+        line = line.removeprefix("hasty ").removeprefix("cut ")
         try:
-            sender = Sender.connect((host, port), SECRET, deadline, desk=Desk(sink, deadline))
+            sender = Sender.connect((host, port), SECRET, forming, desk=Desk(sink, LONG))
         except LinkError as error:
             say(f"no link: {error.code}")
             continue
+        sender.deadline = using
         if line.startswith("ask"):
             ask(sender, line.strip().replace(" ", "-"), sink)
             sender.close()
@@ -94,7 +129,8 @@ def send(host: str, deadline: float, port: int) -> None:
 
 if __name__ == "__main__":
     role, host, deadline, *rest = sys.argv[1:]
+    threading.Thread(target=listen, args=(float(deadline),), daemon=True).start()
     if role == "receive":
-        receive(host, float(deadline))
+        receive(host)
     else:
         send(host, float(deadline), int(rest[0]))

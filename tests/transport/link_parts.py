@@ -19,6 +19,7 @@ from store.codec.header import Header, Kind, Leaf, Piece
 from transport.protocol import Offer
 from transport.receiver import Receiver
 from transport.sender import Report, Sender
+from transport.session import Session
 from transport.sink import Grant, Refusal
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -133,15 +134,31 @@ class MemorySink:
 
 
 @contextlib.contextmanager
-def receiving(sink: object, deadline: float = LONG, **more: object) -> Iterator[Receiver]:
+def receiving(
+    sink: object, deadline: float = LONG, port: int = 0, **more: object
+) -> Iterator[Receiver]:
     """A receiver on loopback that is closed, and must be clean, afterwards."""
-    receiver = Receiver("127.0.0.1", 0, SECRET, sink, deadline, **more)  # type: ignore[arg-type]
+    receiver = Receiver("127.0.0.1", port, SECRET, sink, deadline, **more)  # type: ignore[arg-type]
     try:
         yield receiver
     finally:
         receiver.close()
         left = receiver.stats()
         assert (left["transfers"], left["threads"]) == (0, 0), left
+
+
+def session_of(receiver: Receiver, node: str) -> Session:
+    """The receiving end of the link from `node`, as soon as its Hello has been taken down there.
+
+    With another `deadline` from now on, it gives up a sender that is silent so long.
+    """
+    limit = time.monotonic() + 60
+    while True:
+        for session in list(receiver._sessions.values()):
+            if session.peer is not None and session.peer.node == node:
+                return session
+        assert time.monotonic() < limit, f"no link from {node}"
+        time.sleep(0.005)
 
 
 def open_files() -> int:

@@ -133,7 +133,7 @@ def next_offer(control: Control) -> Offer:
         message = control.receive()
         if isinstance(message, Offer):
             return message
-        control.send(message)
+        control.try_send(message)  # to a sender that may have gone meanwhile
 
 
 def take(data: Connection) -> Frame:

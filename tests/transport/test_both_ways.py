@@ -37,6 +37,7 @@ from transport import rdma
 from transport.desk import Desk
 from transport.epochs import Epochs
 from transport.errors import LinkError
+from transport.exchange import Exchange
 from transport.incoming import Incoming
 from transport.protocol import Ack, Ask, Nack, Offer, Ready, Turn, Want
 from transport.sender import Sender
@@ -45,7 +46,7 @@ from transport.sink import Loan
 __all__ = ["client", "redis_socket"]
 
 DEADLINE = 5.0
-"""For who is found out by it; between sound ends it is LONG."""
+"""For who is found out by it, from then on; until then, and between sound ends, it is LONG."""
 HERE = Path(__file__).parent
 STATE = make_state([1_000_000] * 20 + [20_000_000], seed=11)
 BACK = make_state([700_000] * 30 + [18_000_000], seed=12)
@@ -127,13 +128,13 @@ def _nothing_is_left() -> Iterator[None]:
 
 @contextmanager
 def both_ends(
-    way: str, client: redis.Redis, shelf: Shelf, borrower: Borrower, deadline: float = LONG
+    way: str, client: redis.Redis, shelf: Shelf, borrower: Borrower
 ) -> Iterator[tuple[MemorySink, Sender]]:
     """A receiver that lends and a sender that asks, over tcp or over a ring of children."""
     sink = MemorySink()
     if way == "tcp":
-        with receiving(sink, deadline, lender=shelf) as receiver:
-            sender = Sender.connect(receiver.address, SECRET, deadline, desk=borrower.desk)
+        with receiving(sink, lender=shelf) as receiver:
+            sender = Sender.connect(receiver.address, SECRET, LONG, desk=borrower.desk)
             try:
                 yield sink, sender
             finally:
@@ -146,9 +147,9 @@ def both_ends(
     one.start()
     other.start()
     try:
-        with receiving(sink, deadline, lender=shelf, epochs=other, command=ring) as receiver:
+        with receiving(sink, lender=shelf, epochs=other, command=ring) as receiver:
             sender = rdma.connect(
-                receiver.address, SECRET, one, deadline,
+                receiver.address, SECRET, one, LONG,
                 fabric="ring", command=ring, desk=borrower.desk,
             )  # fmt: skip
             try:
@@ -273,14 +274,18 @@ def test_a_child_that_fails_in_a_loan_fails_it_on_both_ends(
     client.connection_pool.disconnect()
     # More than the slots of both ends hold, so that the blow comes before the last batch.
     shelf, borrower = Shelf({"turn-1": make_state([4_000_000] * 30, 13)}), Borrower()
-    with both_ends(way, client, shelf, borrower, DEADLINE) as (sink, sender):
+    with both_ends(way, client, shelf, borrower) as (sink, sender):
         pids = children()
+        (exchange,) = sender._ways
+        assert isinstance(exchange, Exchange)
+        exchange._patience = DEADLINE
         borrower.sink.struck = lambda: os.kill(pids[rank], blow)
         borrower.ask(sender, "turn-1", "l-1")
         borrower.sink.wait_for("abort", "l-1")
         with pytest.raises(LinkError):
             deliver(sender, "t-1", STATE)
     assert shelf.lent == sink.held == borrower.sink.held == 0
+    assert link_threads() == []  # each ends its child
     assert children() == {}
 
 

@@ -134,13 +134,13 @@ def meet(url: str, deadline: float, ranks: list[int]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     return results
 
 
 def test_ranks_meet_over_redis(client: redis.Redis, redis_socket: object) -> None:
     both = [b"\0\0\0\0\1\1\1\1", b"\n\n\n\x0b\x0b\x0b"]
-    assert meet(f"unix://{redis_socket}", 10, [0, 1]) == [both, both]
+    assert meet(f"unix://{redis_socket}", 60, [0, 1]) == [both, both]
 
 
 def test_a_rank_that_does_not_come_is_named(client: redis.Redis, redis_socket: object) -> None:

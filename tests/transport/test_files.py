@@ -50,7 +50,7 @@ def server(tmp_path: Path) -> Iterator[FileServer]:
 
 def push(server: FileServer, model: Path, name: str = "glm", stop_after: int = 0) -> list[str]:
     """Push; returns the stages reported. `stop_after`: break off after so many sent bytes."""
-    client = FileClient(server.address, SECRET, deadline=10.0)
+    client = FileClient(server.address, SECRET)
     stages: list[str] = []
 
     def report(stage: str, done: int, total: int) -> None:
@@ -198,7 +198,7 @@ def test_two_pushes_of_one_name(
     monkeypatch.setattr(files, "TAKE_OVER_SECONDS", 0.0)
     with pytest.raises(LinkError, match="another push of glm"):
         push(server, model)
-    monkeypatch.setattr(files, "TAKE_OVER_SECONDS", 20.0)
+    monkeypatch.setattr(files, "TAKE_OVER_SECONDS", 60.0)
     monkeypatch.setattr(files, "SILENT_SECONDS", 0.0)
     push(server, model)  # the first one says nothing, so this one takes over
     with pytest.raises(LinkError):

@@ -326,7 +326,7 @@ def test_a_stranger_is_dropped_and_others_are_served() -> None:
         silent = [socket.create_connection(receiver.address) for _ in range(8)]
         sender = Sender.connect(receiver.address, SECRET, LONG)
         deliver(sender, "t-1", make_state([10, 10]))
-        web.settimeout(10)
+        web.settimeout(60)
         with contextlib.suppress(ConnectionResetError):
             assert web.recv(100) == b""
         for sock in [web, *silent]:
@@ -344,7 +344,7 @@ def test_no_receiver_is_an_error_at_once() -> None:
 def test_a_server_that_says_nothing_is_an_error_in_time() -> None:
     sock = socket.create_server(("127.0.0.1", 0))
     with pytest.raises(LinkError, match="frozen or cut off"):
-        Sender.connect(sock.getsockname()[:2], SECRET, 0.3)
+        Sender.connect(sock.getsockname()[:2], SECRET, 3.0)
     sock.close()
 
 

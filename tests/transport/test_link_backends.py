@@ -18,6 +18,7 @@ from link_parts import (
     receiving,
 )
 from link_redis import client, redis_socket
+from ports_kit import own_port
 
 from transport.epochs import Epochs
 from transport.errors import LinkError
@@ -58,7 +59,7 @@ def until_noticed(link: Link) -> None:
 def test_tcp_is_the_way_where_nothing_else_is_configured() -> None:
     sink = MemorySink()
     with receiving(sink) as receiver:
-        link = Link(receiver.address, SECRET)
+        link = Link(receiver.address, SECRET, deadline=LONG)
         assert link.status().path == ""
         assert pass_on(link, "t-1").path == "tcp"
         assert link.status().path == "tcp"
@@ -71,7 +72,7 @@ def test_tcp_is_the_way_where_nothing_else_is_configured() -> None:
 def test_a_broken_link_is_formed_anew() -> None:
     sink = MemorySink()
     with receiving(sink) as receiver:
-        link = Link(receiver.address, SECRET)
+        link = Link(receiver.address, SECRET, deadline=LONG)
         for i in range(3):
             pass_on(link, f"t-{i}")
             for session in list(receiver._sessions.values()):
@@ -82,8 +83,8 @@ def test_a_broken_link_is_formed_anew() -> None:
 
 
 def test_a_receiver_that_moved_is_an_error_until_it_is_told() -> None:
-    with receiving(MemorySink()) as receiver:
-        link = Link(receiver.address, SECRET)
+    with receiving(MemorySink(), port=own_port()) as receiver:  # nobody else's afterwards
+        link = Link(receiver.address, SECRET, deadline=LONG)
         pass_on(link, "t-1")
     until_noticed(link)
     with pytest.raises(LinkError, match="cannot reach"):
@@ -94,7 +95,7 @@ def test_a_receiver_that_moved_is_an_error_until_it_is_told() -> None:
 def test_auto_takes_rdma_where_it_works(nodes: tuple[Epochs, Epochs]) -> None:
     sink = MemorySink()
     with receiving(sink, epochs=nodes[1]) as receiver:
-        link = Link(receiver.address, SECRET, rdma=Rdma(nodes[0], "ring"))
+        link = Link(receiver.address, SECRET, rdma=Rdma(nodes[0], "ring"), deadline=LONG)
         assert pass_on(link, "t-1").path == "rdma"
         assert pass_on(link, "t-2").path == "rdma"
         assert link.status().path == "rdma"

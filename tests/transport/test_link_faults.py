@@ -19,6 +19,7 @@ from link_parts import (
     make_state,
     open_files,
     receiving,
+    session_of,
 )
 from link_rogues import RogueReceiver, RogueSender, next_offer, take
 
@@ -28,12 +29,11 @@ from transport.errors import LinkError, Refused
 from transport.frame import SNAPSHOT, header_digest
 from transport.protocol import Abort, Ack, Nack, Offer, Ping, Ready
 from transport.sender import Sender
+from transport.session import Session
 from transport.wire import Connection
 
 DEADLINE = 1.5
-"""For a receiver that is found out by it; between sound ends it is LONG."""
-TWICE = 2 * DEADLINE
-"""For a sender that is: it has to form its link, and mostly to offer, within it."""
+"""For who is found out by it, once its link has been formed; between sound ends it is LONG."""
 PART = 4096
 STATE = make_state([10_000, 5_000, 4096, 7_000], seed=3)
 TOTAL = sum(len(piece.payload) for piece in STATE)
@@ -150,22 +150,36 @@ ENDS_THE_LINK = [
 ]
 
 
-FOUND_OUT_LATE = (half_a_message, silence, silence_after_ready, stalled_part, stalled_frame)
-"""Faults that only a deadline shows."""
+STALLED = (half_a_message, stalled_part, stalled_frame)
+"""Faults that only the deadline of a connection shows."""
+SILENT = (silence, silence_after_ready)
+"""Faults that only the deadline of the link shows."""
 
 
 @pytest.mark.parametrize("fault", ENDS_THE_LINK, ids=lambda fault: fault.__name__)
-def test_a_fault_of_a_sender_that_ends_its_link(fault: Callable[[RogueSender], None]) -> None:
+def test_a_fault_of_a_sender_that_ends_its_link(
+    fault: Callable[[RogueSender], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = MemorySink()
+    attach = Session.attach
+
+    def hastily(session: Session, index: int, connection: Connection) -> None:
+        attach(session, index, connection)
+        connection.set_deadline(DEADLINE)  # between two frames it may be silent longer
+
     with receiving(sink, part=PART) as receiver:
         bystander = Sender.connect(receiver.address, SECRET, LONG)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=16, nbytes=1000)
-        receiver.deadline = (
-            TWICE if fault in FOUND_OUT_LATE else LONG
-        )  # of links that are formed now
-        rogue = RogueSender(receiver.address)
-        receiver.deadline = LONG
+        with monkeypatch.context() as patch:
+            if fault in STALLED:
+                patch.setattr(Session, "attach", hastily)
+            rogue = RogueSender(receiver.address)
+        session = session_of(receiver, "rogue")
+        if fault in STALLED:
+            session.control.connection.set_deadline(DEADLINE)
         fault(rogue)
+        if fault in SILENT:
+            session.deadline = DEADLINE
         assert rogue.ended()
         rogue.close()
         recover(sink, receiver.address)
@@ -433,7 +447,7 @@ def never_acknowledges_but_lives(control: Control, data: Connection) -> None:
     offer = next_offer(control)
     control.send(Ready(offer.number, offer.nbytes, PART))
     while not isinstance(message := control.receive(), Abort):
-        control.send(message)
+        control.try_send(message)  # a sender that has given up does not wait for its echo
 
 
 RECEIVER_FAULTS = [

@@ -20,13 +20,14 @@ from link_parts import (
     make_state,
     open_files,
     receiving,
+    session_of,
 )
 
 from transport.errors import LinkError
 from transport.sender import Sender
 
 DEADLINE = 3.0
-"""For who is found out by it, and has to form its link within it; otherwise it is LONG."""
+"""For who is found out by it, from then on; until then, and between sound ends, it is LONG."""
 SIZES = [300_000] * 6 + [500_000]
 BLOWS = [signal.SIGKILL, signal.SIGSTOP]
 
@@ -45,7 +46,7 @@ def _nothing_leaks() -> Iterator[None]:
 def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
     state = make_state(SIZES)
     peer = Peer("receive", stage, LONG)
-    sender = Sender.connect(("127.0.0.1", int(peer.line())), SECRET, DEADLINE)
+    sender = Sender.connect(("127.0.0.1", int(peer.line())), SECRET, LONG)
     caught: list[LinkError] = []
 
     def run() -> None:
@@ -57,11 +58,13 @@ def test_receiver_process_fails(stage: str, blow: signal.Signals) -> None:
     thread = threading.Thread(target=run)
     if stage == "idle":
         peer.signal(blow)
+        sender.deadline = DEADLINE
         thread.start()
     else:
         thread.start()
         assert peer.line() == stage
         peer.signal(blow)
+        sender.deadline = DEADLINE
     thread.join(60)
     assert not thread.is_alive()
     assert [error.code for error in caught] == ["lost"]
@@ -85,13 +88,13 @@ def test_sender_process_fails(stage: str, blow: signal.Signals) -> None:
     with receiving(sink) as receiver:
         bystander = Sender.connect(receiver.address, SECRET, LONG)
         other = bystander.offer("t-other", fingerprint=FINGERPRINT, tokens=16, nbytes=2000)
-        receiver.deadline = DEADLINE  # of the link that the peer forms
-        peer = Peer("send", stage, DEADLINE, receiver.address[1])
+        peer = Peer("send", stage, LONG, receiver.address[1])
         if stage == "after":
             assert peer.line() == "done"
         assert peer.line() == stage
-        receiver.deadline = LONG
+        session = session_of(receiver, "peer")
         peer.signal(blow)
+        session.deadline = DEADLINE
         if stage in ("ready", "mid"):
             sink.wait_for("abort", "t-peer")
         other.send([make_piece("rows", 0, 16, bytes(1000))])
@@ -114,11 +117,11 @@ def test_a_frozen_sender_that_thaws_cannot_touch_a_newer_attempt() -> None:
     sink = MemorySink()
     state = make_state(SIZES, seed=7)
     with receiving(sink) as receiver:
-        receiver.deadline = DEADLINE  # of the link that the peer forms
-        peer = Peer("send", "mid", DEADLINE, receiver.address[1])
+        peer = Peer("send", "mid", LONG, receiver.address[1])
         assert peer.line() == "mid"
-        receiver.deadline = LONG
+        session = session_of(receiver, "peer")
         peer.signal(signal.SIGSTOP)
+        session.deadline = DEADLINE
         sink.wait_for("abort", "t-peer")
         sender = Sender.connect(receiver.address, SECRET, LONG)
         transfer = sender.offer(

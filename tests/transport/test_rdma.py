@@ -34,6 +34,7 @@ from link_parts import (
     make_state,
     open_files,
     receiving,
+    session_of,
 )
 from link_redis import client, redis_socket
 from link_rogues import RogueSender
@@ -49,7 +50,7 @@ from transport.sidecar import COMMAND, Plan, Sidecar
 __all__ = ["client", "redis_socket"]
 
 DEADLINE = 3.0
-"""For who is found out by it; between sound ends it is LONG."""
+"""For who is found out by it, from then on; until then, and between sound ends, it is LONG."""
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
 HERE = Path(__file__).parent
 STATE = make_state([1_000_000] * 20 + [40_000_000, 20_000_000], seed=5)
@@ -81,8 +82,8 @@ def ends(client: redis.Redis) -> Iterator[Ends]:
     yield made
     made.sender.stop()
     made.receiver.stop()
+    assert link_threads() == []  # each ends its child
     assert children() == {}
-    assert link_threads() == []
     client.connection_pool.disconnect()
     assert open_files() <= files
 
@@ -146,7 +147,9 @@ def test_nothing_is_left_after_many_failures(ends: Ends) -> None:
     with receiving(sink, epochs=ends.receiver) as receiver:
         for i in range(100 if SOAK else 5):
             sender = ends.connect(receiver)
-            transfer = sender.offer("t-1", fingerprint=FINGERPRINT, tokens=1, nbytes=18_000_010)
+            transfer = sender.offer(
+                "t-1", fingerprint=FINGERPRINT, tokens=1, nbytes=18_000_010, attempt=i + 1
+            )
             transfer.send(state[: i % 7])
             if i % 2:
                 os.kill(children()[i // 2 % 2], signal.SIGKILL)
@@ -228,11 +231,12 @@ def test_a_form_of_another_epoch_is_refused(ends: Ends) -> None:
 
 
 def test_a_group_whose_other_member_never_comes_is_given_up(ends: Ends) -> None:
-    with receiving(MemorySink(), DEADLINE, epochs=ends.receiver) as receiver:
+    with receiving(MemorySink(), epochs=ends.receiver) as receiver:
         rogue = RogueSender(receiver.address, streams=0, node="prefill-1")
         epoch = ends.sender.form("decode-1", ends.receiver.boot, bytes(16))
         rogue.control.send(Form(epoch, bytes(16), "ring", "127.0.0.1:1"))
         assert isinstance(rogue.answer(), Meet)
+        session_of(receiver, "prefill-1").deadline = DEADLINE
         assert rogue.ended()  # it sends no sign of life either
         rogue.close()
     assert ends.sender.record("prefill-1", "decode-1").state == "over"

@@ -14,7 +14,7 @@ import pytest
 from link_parts import LONG, Peer
 
 DEADLINE = 3.0
-"""For who is found out by it; between sound ends it is LONG."""
+"""For who is found out by it, once a link has been formed; between sound ends it is LONG."""
 STATE_BYTES = 1000 + 10 * 200_000 + 1_500_000
 
 
@@ -115,12 +115,15 @@ def test_a_state_crosses_a_cable_with_delay(cable: Cable) -> None:
 def test_a_cut_cable_is_noticed_by_both_ends_and_mended(cable: Cable) -> None:
     cable.shape("10mbit")  # it takes nearly as long as a deadline
     receiver, sender = ends(cable)
-    sender.say("1")
+    receiver.say("hold")  # however long it takes to cut the cable
+    assert receiver.line() == "held"
+    sender.say("hasty 1")
     assert receiver.line() == "moving"
     cable.cut()
+    receiver.say("go")
     assert sender.line() == "failed: lost"
     assert receiver.line() == "aborted"
-    sender.say("2")
+    sender.say("cut 2")
     assert sender.line() == "no link: lost"
     cable.mend()
     cable.shape("800mbit")
@@ -133,9 +136,12 @@ def test_a_cut_cable_is_noticed_by_both_ends_and_mended(cable: Cable) -> None:
 def test_a_state_is_lent_over_the_cable_and_a_cut_ends_the_loan(cable: Cable) -> None:
     cable.shape("10mbit")  # it takes nearly as long as a deadline
     _, sender = ends(cable)
-    sender.say("ask 1")
+    sender.say("hold")
+    assert sender.line() == "held"
+    sender.say("hasty ask 1")
     assert sender.line() == "moving"
     cable.cut()
+    sender.say("go")
     assert sender.line() == "aborted"
     cable.mend()
     cable.shape("800mbit")
@@ -147,7 +153,7 @@ def test_a_state_is_lent_over_the_cable_and_a_cut_ends_the_loan(cable: Cable) ->
 def test_a_cable_that_is_too_slow_is_given_up(cable: Cable) -> None:
     cable.shape("2mbit")
     receiver, sender = ends(cable)
-    sender.say("1")
+    sender.say("hasty 1")
     assert receiver.line() == "moving"
     assert sender.line() == "failed: lost"
     assert receiver.line() == "aborted"
