@@ -51,6 +51,7 @@ def conversation_of(store: Store, turn: str) -> str:
     return found.conversation
 
 
+@pytest.mark.usefixtures("quick")
 def test_pinned_conversations_stay(opened: Opener) -> None:
     store = opened(Limits())
     first = save(store, 0, "")
@@ -80,6 +81,7 @@ def test_a_store_full_of_pins_says_so_and_keeps_everything(opened: Opener) -> No
     assert all(store.find_state(turn) for turn in turns)
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_owner_keeps_within_its_share(opened: Opener) -> None:
     limit = 30 * PART_BYTES
     store = opened(Limits(owner_bytes=limit))

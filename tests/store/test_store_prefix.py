@@ -176,6 +176,7 @@ def test_other_models_are_never_found(store: Store) -> None:
     assert found(store, range(300)) == 0, "without the size of its blocks nothing is looked for"
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_preamble_that_is_shared_is_evicted_last(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store", 48 << 20)
     store.serve(MODEL, BLOCK)
@@ -202,6 +203,7 @@ def test_a_preamble_that_is_shared_is_evicted_last(tmp_path: Path) -> None:
         store.close()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_state_inside_a_prompt_gives_way_before_any_conversation(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store", 48 << 20)
     store.serve(MODEL, BLOCK)

@@ -193,6 +193,7 @@ def test_the_same_hash_for_other_tokens_is_a_miss(
     assert loaded(store, one) == payloads(*make_state(range(16)))
 
 
+@pytest.mark.usefixtures("quick")
 def test_oldest_states_go_first_and_records_stay(store: Store) -> None:
     turns = []
     for number in range(40):
