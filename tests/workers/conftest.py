@@ -8,13 +8,24 @@ from typing import Any
 
 import pytest
 import redis
-from decode_kit import tiny
+from decode_kit import LONG, tiny
 from model_dirs import make_tiny_model
 from moving_kit import Pair
 
 from engine.device import prepare
 from engine.model import Model, load
 from engine.text import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sound here is waited for, also by the product: a machine that stalls is no fault."""
+    monkeypatch.setattr("transport.receiver.HANDSHAKE_SECONDS", LONG)
+    monkeypatch.setattr("store.remote.HELLO_SECONDS", LONG)
+    monkeypatch.setattr("scheduler.balancing._ASK", LONG)
+    monkeypatch.setattr("worker_decode.moving._PATIENCE", LONG)
+    monkeypatch.setattr("worker_decode.sealing._WAIT", LONG)
+    monkeypatch.setattr("worker_decode.keeping._RETRY", 3600.0)
 
 
 @pytest.fixture(scope="session")

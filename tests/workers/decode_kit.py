@@ -155,7 +155,7 @@ class Node:
         self.store = Store.open(path / "store", size)
         self.memory = Memory(limit)
         self.inbox = Inbox(model.fingerprint, self.memory, 0.0)
-        self.lending = Lending(model, self.store, self.memory, 20.0)
+        self.lending = Lending(model, self.store, self.memory, LONG)
         self.ended: set[str] = set()
         self.engine = Engine(
             self.config, model, tokenizer, self.store, self.memory, self.inbox,

@@ -35,6 +35,7 @@ class Pair:
     def __init__(
         self, url: str, client: redis.Redis, model: Model, words: Any, **sections: Any
     ) -> None:
+        sections = {"link": {"deadline_seconds": LONG}, **sections}
         self.dir = Path(tempfile.mkdtemp(prefix="tm-"))
         self.client = client
         self.leaving = DecodeKit(model, words, self.dir / "3", node="m3", **sections)
@@ -64,7 +65,7 @@ class Pair:
     def stores(self) -> Stores:
         """What an API sees; to be closed."""
         nodes = Nodes(self.client)
-        return Stores("m3", self.dir / "none", nodes.survey, Homes(self.client), 30.0)
+        return Stores("m3", self.dir / "none", nodes.survey, Homes(self.client), LONG)
 
     def close(self) -> None:
         self.mover.close()

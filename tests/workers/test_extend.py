@@ -75,7 +75,7 @@ class Pair:
 
     def close(self) -> None:
         self._stop.set()
-        self._copier.join(20)
+        self._copier.join()
         self.presence.stop()
         self.links.close()
         self.receiver.close()
@@ -361,7 +361,7 @@ def test_a_cancelled_wait_ends_at_once(plain: Pair) -> None:
     execution = Execution(job)
     breaks(plain, 0, execution.mark_cancelled)
     gate = threading.Event()
-    breaks(plain, 1, lambda: (gate.wait(20), None)[1])
+    breaks(plain, 1, lambda: (gate.wait(LONG), None)[1])
     with pytest.raises(Cancelled):
         plain.engine.prefill(execution, job, lambda position: False)
     gate.set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_kit import Node, asking, make_job
+from decode_kit import LONG, Node, asking, make_job
 from small_disk import Disk, small_disk
 
 from engine.model import Model
@@ -82,7 +82,7 @@ def test_below_the_reserve_states_wait_and_records_do_not(
         node.answer(asked)
         node.engine.kept.next_look = 0.0
         node.engine.idle()
-        assert node.engine.kept.saver.close(20.0)
+        assert node.engine.kept.saver.close(LONG)
         node.engine.kept.collect()
         assert "not saved" in node.engine.facts()["trouble"]
         assert node.store.get_turn(asked.id) is not None

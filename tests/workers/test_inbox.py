@@ -6,7 +6,7 @@ import dataclasses
 import threading
 
 import pytest
-from decode_kit import contents, deliver, offer, state_of
+from decode_kit import LONG, contents, deliver, offer, state_of
 from redis_kit import eventually
 
 from engine.model import Model
@@ -72,7 +72,7 @@ def test_an_offer_waits_for_memory_and_says_so(llama: Model, memory: Memory) -> 
     answers: list[object] = []
     waiting = threading.Thread(target=lambda: answers.append(inbox.admit(offer(llama, "r", 8))))
     waiting.start()
-    assert pressed.wait(30)
+    assert pressed.wait(LONG)
     eventually(lambda: memory.wanted == 8, "the wish is not seen")
     memory.release(memory.limit)
     waiting.join()

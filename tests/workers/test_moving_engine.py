@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from decode_kit import asking, make_job
+from decode_kit import LONG, asking, make_job
 from moving_kit import TALK, Pair, first_turn
 from redis_kit import eventually
 from test_late_engine import FORMS, ids
@@ -164,7 +164,7 @@ def test_what_is_renamed_while_its_answer_leaves_has_its_new_name(pair: Pair) ->
         eventually(lambda: pair.mover.seals.waiting, "the change does not come")
         Homes(pair.client).begin(TALK, "m4")
         pair.mover.left(job)
-    assert renamed.result(30)["metadata"] == {"title": "deep"}
+    assert renamed.result(LONG)["metadata"] == {"title": "deep"}
     stores.close()
     assert pair.leaving.store.get_conversation(TALK) is None
     record = pair.other.store.get_conversation(TALK)

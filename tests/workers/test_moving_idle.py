@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decode_kit import asking, make_job
+from decode_kit import LONG, asking, make_job
 from moving_kit import TALK, Pair, first_turn
 from redis_kit import eventually
 from test_late_engine import ids
@@ -135,7 +135,7 @@ def test_a_change_that_comes_while_the_home_changes_is_not_lost(
         known = copy(there, ident, previous)
         if not renamed.done():
             come()
-            renamed.result(30)
+            renamed.result(LONG)
         return known
 
     def compared(self: Homes, *given: Any) -> bool:
@@ -154,7 +154,7 @@ def test_a_change_that_comes_while_the_home_changes_is_not_lost(
     if point == "switched":
         monkeypatch.setattr(pair.mover, "_forget", switched)
     assert pair.mover.move(TALK, "m4")["to"] == "m4"
-    assert renamed.result(30)["metadata"] == {"title": "sea"}
+    assert renamed.result(LONG)["metadata"] == {"title": "sea"}
     assert pair.leaving.store.get_conversation(TALK) is None
     record = pair.other.store.get_conversation(TALK)
     assert record is not None
