@@ -17,16 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from ports_kit import own_port
 
 from scheduler.command.demo_run import leading
 from scheduler.config import Config
-from scheduler.host.stack import Stack, free_port
+from scheduler.host.stack import Stack
 from store.rpc import StoreClient
 
 #: A safety net, not a measure: nothing here takes so long.
 DEADLINE = 240.0
+ENDED = ("completed", "incomplete", "failed", "cancelled")
 #: For stacks whose Redis is killed.
-QUICK = {"drain_seconds": 5.0, "lease_seconds": 8}
+QUICK = {"drain_seconds": 5.0, "lease_seconds": 20}
+#: How often a request is made anew that was over before its worker stood still.
+TRIES = 4
 
 
 def short_directory() -> Path:
@@ -41,7 +45,7 @@ class Running:
         tree: dict[str, Any] = {
             "data_dir": directory,
             "model_dir": model_dir,
-            "api": {"port": free_port()},
+            "api": {"port": own_port()},
             "prefill": {"chunk": 64},
             "store": {"idle_seconds": 0.2, "size_gb": 1.0},
             # A lease that outlasts a machine that stalls: what a worker that dies here ran is free
@@ -112,7 +116,7 @@ class Running:
 
         def look() -> dict[str, Any] | None:
             found = self.get(response)
-            return found if found["status"] not in ("queued", "in_progress") else None
+            return found if found["status"] in ENDED else None
 
         found: dict[str, Any] = self.until(look, f"the end of {response}")
         return found
@@ -123,6 +127,17 @@ class Running:
             lambda: self.store.find_state(response), f"the state of {response}"
         )
         return found
+
+    def wait_left(self, response: str) -> None:
+        """Wait until the state of a turn that is stored has left memory as well.
+
+        That is a step later, and only the log tells it.
+        """
+        log = self.config.data_dir / "logs" / "decode.log"
+        self.until(
+            lambda: f"saved {response}:" in log.read_text(errors="replace"),
+            f"the state of {response} to leave memory",
+        )
 
     def events(self, response: str, after: int = -1) -> list[dict[str, Any]]:
         """All events of a response with a number above `after`, to its end."""
@@ -153,6 +168,29 @@ class Running:
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    def standing(self, name: str, there: Callable[[str], Any], **body: Any) -> str:
+        """The id of a new request in the background, with a service that stands still at once.
+
+        `there(response)` says that the request is where it is wanted. On a machine that stalls it
+        may have gone on before the service stood: then another one is made.
+        """
+        for _ in range(TRIES):
+            made = str(self.post(background=True, **body)["id"])
+            self.until(
+                lambda made=made: there(made) or self.get(made)["status"] in ENDED,
+                f"{made} to come to where it is wanted",
+            )
+            os.kill(self.pid(name), signal.SIGSTOP)
+            if there(made):
+                return made
+            self.go_on(name)
+            self.ended(made)
+        raise AssertionError(f"{name} was too quick {TRIES} times")
+
+    def go_on(self, name: str) -> None:
+        """Let a service that stands still go on."""
+        os.kill(self.pid(name), signal.SIGCONT)
 
     def wait_back(self, name: str, old: int) -> None:
         """Wait until another process serves under `name` and the stack is ready."""

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from ports_kit import own_port
 from stack_kit import Running
-
-from scheduler.host.stack import free_port
 
 
 def tandem(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +55,7 @@ def test_data_directory_not_writable(tmp_path: Path, model_dir: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a directory")
     done = tandem("up", "--data", str(in_the_way / "data"), "--model", str(model_dir),
-                  "--port", str(free_port()))  # fmt: skip
+                  "--port", str(own_port()))  # fmt: skip
     assert done.returncode == 2
     assert "--data" in one_line(done)
 
@@ -70,7 +69,7 @@ def test_data_directory_without_a_name(model_dir: Path) -> None:
 def test_data_directory_used_by_another_tandem(stack: Running) -> None:
     pids = [stack.pid(name) for name in ("api", "redis", "decode", "prefill")]
     done = tandem("up", "--data", str(stack.config.data_dir),
-                  "--model", str(stack.config.model_dir), "--port", str(free_port()))  # fmt: skip
+                  "--model", str(stack.config.model_dir), "--port", str(own_port()))  # fmt: skip
     assert done.returncode == 2
     assert "in use by another Tandem" in one_line(done)
     stack.until(lambda: stack.stack.facts().get("ready"), "the other one to be ready")
@@ -78,8 +77,8 @@ def test_data_directory_used_by_another_tandem(stack: Running) -> None:
 
 
 def test_redis_not_reachable(data: str, model_dir: Path) -> None:
-    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
-    done = tandem("up", "--data", data, "--model", str(model_dir), "--port", str(free_port()),
+    url = f"redis://:secret@127.0.0.1:{own_port()}/0"
+    done = tandem("up", "--data", data, "--model", str(model_dir), "--port", str(own_port()),
                   REDIS_URL=url)  # fmt: skip
     assert done.returncode == 2
     assert "not reachable" in one_line(done)
@@ -91,20 +90,20 @@ def test_model_directory_incomplete(data: str, tmp_path: Path) -> None:
     half = tmp_path / "model"
     half.mkdir()
     (half / "config.json").write_text('{"model_type": "llama"}')
-    done = tandem("up", "--data", data, "--model", str(half), "--port", str(free_port()))
+    done = tandem("up", "--data", data, "--model", str(half), "--port", str(own_port()))
     assert done.returncode == 2
     assert "safetensors" in one_line(done)
     assert not Path(data).exists()
 
 
 def test_unknown_model_name(data: str) -> None:
-    done = tandem("up", "--data", data, "--model", "no-such-model", "--port", str(free_port()))
+    done = tandem("up", "--data", data, "--model", "no-such-model", "--port", str(own_port()))
     assert done.returncode == 2
     assert "no-such-model" in one_line(done)
 
 
 def test_api_not_running() -> None:
-    done = tandem("jobs", "--url", f"http://127.0.0.1:{free_port()}")
+    done = tandem("jobs", "--url", f"http://127.0.0.1:{own_port()}")
     assert done.returncode == 1
     assert "tandem up" in one_line(done)
 

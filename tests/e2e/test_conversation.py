@@ -33,7 +33,7 @@ def test_official_client_submits_in_background_resumes_by_id_and_streams(stack: 
     assert stack.output_ids(first.id) == stack.solo(first.id)
 
     state = stack.saved(first.id)
-    stack.post(input="Meanwhile.", max_output_tokens=1)  # what is saved has left memory after it
+    stack.wait_left(first.id)
     stream = client.responses.create(
         model=stack.config.model_name,
         input="What did it take out of its pocket?",

@@ -13,7 +13,7 @@ TEXT = files("scheduler").joinpath("data/alice.txt").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def stack(model_dir: Path) -> object:
-    yield from running(model_dir, link={"backend": "rdma", "deadline_seconds": 10.0})
+    yield from running(model_dir, link={"backend": "rdma", "deadline_seconds": 60.0})
 
 
 @pytest.mark.rotate(5)

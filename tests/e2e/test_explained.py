@@ -7,7 +7,9 @@ import itertools
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from scheduler.serializer import pack
 
 TEXT = " ".join(f"word{number}" for number in range(60))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-#: A remainder is what no mark covers; another process may take the processor between two marks.
-TRIES = 8
+#: A remainder is what no mark covers; another process may take the processor between two marks, and
+#: on a busy machine does so for most requests. So one that is explained is waited for (seconds).
+PATIENCE = 240.0
 _NUMBERS = itertools.count(100)
 
 
@@ -57,19 +60,29 @@ def fork(found: dict[str, Any], name: str) -> str:
     return [str(each["took"]) for each in found["forks"] if each["fork"] == name][-1]
 
 
-def bounded(stack: Running, make: Callable[[], str], path: str | None) -> dict[str, Any]:
-    """The ledger of a request that took `path`, with no more unexplained than may be."""
-    seen = []
-    for _ in range(TRIES):
+def bounded(
+    stack: Running, make: Callable[[], str], path: str | None, api: Collection[str] = ()
+) -> dict[str, Any]:
+    """The ledger of a request that took `path`, with no more unexplained than may be.
+
+    `api`: stages of the API that are not shorter than its clock is wrong against that of Redis.
+    """
+    seen: deque[tuple[str, dict[str, Any]]] = deque(maxlen=8)
+    until = time.monotonic() + PATIENCE
+    while not seen or time.monotonic() < until:
         found = ledger(stack, make())
         assert found["ended"]
         assert found["whole"]
         total = sum(row["own_seconds"] for row in found["stages"]) + found["remainder"]["seconds"]
         assert total == pytest.approx(found["seconds"], abs=1e-3)
-        if found["path"] == path and found["remainder"]["within"]:
+        if (
+            found["path"] == path
+            and found["remainder"]["within"]
+            and {*api} <= {*stages(found, "api")}
+        ):
             return found
         seen.append((found["path"], found["remainder"]))
-    raise AssertionError(f"not {path}, or too much is unexplained: {seen}")
+    raise AssertionError(f"not {path}, or too much is unexplained: {list(seen)}")
 
 
 def stages(found: dict[str, Any], lane: str) -> list[str]:
@@ -77,8 +90,9 @@ def stages(found: dict[str, Any], lane: str) -> list[str]:
 
 
 def test_cold_is_explained_from_arrival_to_end(stack: Running) -> None:
-    found = bounded(stack, lambda: ask(stack), "cold")
-    assert {"receive", "tokenise", "accept"} <= set(stages(found, "api"))
+    arrival = {"receive", "tokenise", "accept"}
+    found = bounded(stack, lambda: ask(stack), "cold", arrival)
+    assert arrival <= set(stages(found, "api"))
     assert stages(found, "queue") == ["wait"]
     assert {"offer", "prefill", "pack", "hand off"} <= set(stages(found, "prefill"))
     assert stages(found, "link") == ["wire"]
@@ -107,7 +121,7 @@ def test_hot_restored_and_recomputed_are_explained(stack: Running) -> None:
     def gone(drop: bool) -> str:
         first = ask(stack)
         stack.saved(first)
-        ask(stack, "meanwhile")  # a step later what is saved has left memory
+        stack.wait_left(first)
         if drop:
             assert stack.store.call("drop_state", turn_id=first)
         return ask(stack, "and?", previous_response_id=first)
@@ -152,12 +166,14 @@ def test_a_prompt_that_its_decode_node_computes_says_why(stack: Running) -> None
 
 def test_a_cancelled_answer_is_explained_to_where_it_stopped(stack: Running) -> None:
     def cancel() -> str:
-        body = {"background": True, "max_output_tokens": 3000}
-        name = str(stack.post(input=TEXT, **body)["id"])
-        stack.until(lambda: stack.get(name)["tandem"]["stage"] == "decoding", "its first token")
+        def begun(response: str) -> bool:
+            return str(stack.get(response)["tandem"]["stage"]) == "decoding"
+
+        name = stack.standing("decode", begun, input=TEXT, max_output_tokens=3000)
         running_yet = ledger(stack, name)
         assert not running_yet["ended"]
         assert running_yet["seconds"] > 0
+        stack.go_on("decode")
         stack.http.post(f"/v1/responses/{name}/cancel")
         assert stack.ended(name)["status"] == "cancelled"
         return name
@@ -172,15 +188,15 @@ def test_the_second_request_repeats_nothing_and_keeps_to_its_budget(stack: Runni
     for number in range(3):
         first = ask(stack, f"{TEXT} {number}", **form)
     assert ledger(stack, first)["work"] == {}
-    for _ in range(TRIES):
+    until, within = time.monotonic() + PATIENCE, False
+    while not within and time.monotonic() < until:
         found = ledger(stack, ask(stack, TEXT, **form))
         assert found["work"] == {}
         control = found["bytes"]["control"]
         # A look at all nodes once a second is charged to whoever asks just then.
-        if control["budget"]["within"]:
-            break
+        within = control["budget"]["within"]
     print(control)
-    assert control["budget"]["within"]
+    assert within
     assert control["commands"] >= control["round_trips"] >= 8
     new = {**SCHEMA, "properties": {"b": {"type": "null"}}, "required": ["b"]}
     form["text"]["format"]["schema"] = new
@@ -190,25 +206,28 @@ def test_the_second_request_repeats_nothing_and_keeps_to_its_budget(stack: Runni
 def test_the_store_explains_what_redis_has_forgotten(
     stack: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = str(bounded(stack, lambda: ask(stack), "cold")["id"])
-    stack.saved(name)
+    until, same = time.monotonic() + PATIENCE, False
+    while not same and time.monotonic() < until:
+        name = str(bounded(stack, lambda: ask(stack), "cold")["id"])
+        stack.saved(name)
 
-    def kept() -> Any:
-        turn = stack.store.get_turn(name)
-        return turn is not None and turn.ledger
+        def kept(name: str = name) -> Any:
+            turn = stack.store.get_turn(name)
+            return turn is not None and turn.ledger
 
-    stack.until(kept, "the ledger in the store")
-    before = ledger(stack, name)
-    assert stages(before, "store") == ["copy", "save"]
-    assert before["bytes"]["store_written"] > 0
-    facts = stack.get(name)["tandem"]
-    with connect(stack.config.redis_url) as client:
-        client.delete(f"tandem:job:{name}")
-    after = ledger(stack, name)
-    for part in ("stages", "forks", "bytes", "tokens", "shapes", "runs", "work"):
-        if part != "stages":
+        stack.until(kept, "the ledger in the store")
+        before = ledger(stack, name)
+        assert stages(before, "store") == ["copy", "save"]
+        assert before["bytes"]["store_written"] > 0
+        facts = stack.get(name)["tandem"]
+        with connect(stack.config.redis_url) as client:
+            client.delete(f"tandem:job:{name}")
+        after = ledger(stack, name)
+        for part in ("forks", "bytes", "tokens", "shapes", "runs", "work"):
             assert after[part] == before[part], part
-    assert after["seconds"] == pytest.approx(before["seconds"], abs=0.005)
+        # The worker notes the end when it hears of it, so its thread must have gone on at once.
+        same = after["seconds"] == pytest.approx(before["seconds"], abs=0.005)
+    assert same, (before["seconds"], after["seconds"])
     assert after["remainder"]["within"]
     old = stack.get(name)["tandem"]
     assert old["handoff"] == facts["handoff"]

@@ -26,13 +26,17 @@ def test_a_short_prompt_goes_between_the_chunks_of_a_long_one(stack: Running) ->
     # The rate is measured first, so that the long one's length in seconds is known.
     stack.post(input=TEXT[:600], max_output_tokens=2)
     whole = {"tandem_prefix": "off"}
-    long = stack.post(input=TEXT[:3200], max_output_tokens=6, background=True, metadata=whole)
-    stack.until(lambda: job(stack, long["id"]).prefilled_tokens >= 64, "the long one to begin")
-    with stack.held("prefill"):
-        short = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
+
+    def begun(response: str) -> bool:
+        now = job(stack, response)
+        return now.stage == "prefilling" and 64 <= now.prefilled_tokens <= now.prompt_tokens // 2
+
+    long = stack.standing("prefill", begun, input=TEXT[:3200], max_output_tokens=6, metadata=whole)
+    short = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
+    stack.go_on("prefill")
     assert stack.ended(short["id"])["status"] in ("completed", "incomplete")
-    done = stack.ended(long["id"])
-    last = job(stack, long["id"])
+    done = stack.ended(long)
+    last = job(stack, long)
     first = job(stack, short["id"])
     assert first.times[first.status] < last.times[last.status], "the short one does not wait"
     assert last.handoff is not None

@@ -44,19 +44,21 @@ def test_a_lone_answer_ends_where_it_began(stack: Running) -> None:
 
 
 def test_an_answer_moves_when_another_prompt_comes(stack: Running) -> None:
-    first = stack.post(input="Tell me a long story.", max_output_tokens=120, background=True)
-    stack.until(
-        lambda: "first_token" in stack.get(first["id"])["tandem"]["times"], "the first token"
-    )
-    with stack.held("prefill"):
-        second = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
+
+    def begun(response: str) -> bool:
+        found = stack.get(response)
+        return found["status"] == "in_progress" and "first_token" in found["tandem"]["times"]
+
+    first = stack.standing("prefill", begun, input="Tell me a long story.", max_output_tokens=120)
+    second = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
+    stack.go_on("prefill")
     stack.ended(second["id"])
-    done = stack.ended(first["id"])
+    done = stack.ended(first)
     late = done["tandem"]["handoff"]["late"]
     assert late["stayed"]
     assert 0 < late["tokens"] < 120
     assert "waiting" in late["left"]
     for response in (done, second):
         assert stack.output_ids(response["id"]) == stack.solo(response["id"])
-    events = stack.events(first["id"])
+    events = stack.events(first)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

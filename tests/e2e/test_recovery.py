@@ -32,17 +32,18 @@ def assert_ended_once(stack: Running, identity: str) -> None:
 
 @pytest.mark.rotate(2)
 def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
-    identity = stack.post(
+
+    def begun(response: str) -> bool:
+        facts = stack.get(response)["tandem"]
+        return facts["stage"] == "prefilling" and facts["prefill"]["done"] > 0
+
+    identity = stack.standing(
+        "prefill",
+        begun,
         input=f"{TEXT[:4000]}\n\nWho fell?",
-        background=True,
         max_output_tokens=8,
         metadata={"tandem_prefix": "off"},
-    )["id"]
-    stack.until(
-        lambda: stack.get(identity)["tandem"]["prefill"]["done"] > 0, "the prefill to begin"
     )
-    os.kill(stack.pid("prefill"), signal.SIGSTOP)
-    assert stack.get(identity)["tandem"]["stage"] == "prefilling"
     stack.kill("prefill")
     done = stack.ended(identity)
     assert done["tandem"]["attempts"] == {"prefill": 2, "decode": 1}
@@ -51,15 +52,14 @@ def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
 
 @pytest.mark.rotate(2)
 def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None:
-    identity = stack.post(
-        input=f"{TEXT[:1500]}\n\nTell the story again.", background=True, max_output_tokens=96
-    )["id"]
-    stack.until(
-        lambda: stack.get(identity)["tandem"]["times"].get("first_token") is not None,
-        "the first token",
+
+    def begun(response: str) -> bool:
+        facts = stack.get(response)["tandem"]
+        return facts["stage"] == "decoding" and facts["times"].get("first_token") is not None
+
+    identity = stack.standing(
+        "decode", begun, input=f"{TEXT[:1500]}\n\nTell the story again.", max_output_tokens=96
     )
-    os.kill(stack.pid("decode"), signal.SIGSTOP)
-    assert stack.get(identity)["tandem"]["stage"] == "decoding"
     old = stack.kill("decode")
     done = stack.ended(identity)
     assert done["tandem"]["attempts"]["decode"] == 2

@@ -63,10 +63,13 @@ def ready(stack: Running, nodes: Nodes, name: str) -> None:
 
 
 def begun(stack: Running, **body: Any) -> str:
-    """A long answer under way."""
-    made = stack.post(max_output_tokens=150, background=True, **body)
-    stack.until(lambda: "first_token" in stack.get(made["id"])["tandem"]["times"], "a token")
-    return str(made["id"])
+    """A long answer under way, at a decode node that stands still."""
+
+    def there(response: str) -> bool:
+        found = stack.get(response)
+        return found["status"] == "in_progress" and "first_token" in found["tandem"]["times"]
+
+    return stack.standing("decode", there, max_output_tokens=150, **body)
 
 
 def test_an_idle_conversation_is_moved_from_the_command_line(
@@ -115,6 +118,7 @@ def test_an_answer_and_its_conversation_go_on_at_the_other_node(
     second = begun(stack, input="And a long story of it.", conversation=conversation)
     old = stack.pid("decode")
     os.kill(old, signal.SIGTERM)
+    stack.go_on("decode")
     done = stack.ended(second)
     moved = done["tandem"]["handoff"]["moved"]
     assert [(one["from"], one["to"], one["path"]) for one in moved] == [("local", "far", "tcp")]
@@ -125,7 +129,8 @@ def test_an_answer_and_its_conversation_go_on_at_the_other_node(
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     stack.store = other
     assert stack.output_ids(second) == stack.solo(second)
-    assert other.conversation_turns(conversation) == [first["id"], second]
+    turns = other.conversation_turns(conversation)
+    assert [turns[0], turns[-1]] == [first["id"], second]  # and what was over too soon
     third = stack.post(input="Shorter.", conversation=conversation, max_output_tokens=8)
     assert third["tandem"]["node"] == "far"
     assert third["tandem"]["path"] in ("hot", "restored")

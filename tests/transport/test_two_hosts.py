@@ -134,7 +134,7 @@ def test_a_cut_cable_is_noticed_by_both_ends_and_mended(cable: Cable) -> None:
 
 
 def test_a_state_is_lent_over_the_cable_and_a_cut_ends_the_loan(cable: Cable) -> None:
-    cable.shape("10mbit")  # it takes nearly as long as a deadline
+    cable.shape("2mbit")  # long enough for whoever is slow in cutting the cable
     _, sender = ends(cable)
     sender.say("hold")
     assert sender.line() == "held"
