@@ -29,7 +29,7 @@ def test_a_short_prompt_goes_between_the_chunks_of_a_long_one(stack: Running) ->
 
     def begun(response: str) -> bool:
         now = job(stack, response)
-        return now.stage == "prefilling" and 64 <= now.prefilled_tokens <= now.prompt_tokens // 2
+        return now.status == "prefilling" and 64 <= now.prefilled_tokens <= now.prompt_tokens // 2
 
     long = stack.standing("prefill", begun, input=TEXT[:3200], max_output_tokens=6, metadata=whole)
     short = stack.post(input="Name a colour.", max_output_tokens=4, background=True)
