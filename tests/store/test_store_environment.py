@@ -69,8 +69,9 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_a_stuck_write_lock_is_an_error_not_a_hang(tmp_path: Path) -> None:
-    environment = Environment.open(tmp_path / "store", 64 << 20, begin_seconds=0.5)
+    environment = Environment.open(tmp_path / "store", 64 << 20)
     environment.heartbeat()
+    environment.begin_seconds = 0.5
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "store")],
         stdin=subprocess.PIPE,

@@ -463,7 +463,7 @@ def test_the_answer_over_the_socket(store: Store, tmp_path_factory: pytest.TempP
 
     socket = Path(tempfile.mkdtemp(prefix="st")) / "s"
     server = serve(store, socket)
-    client = StoreClient(socket)
+    client = StoreClient(socket, 300.0)
     try:
         put(store, range(200), 160)
         assert client.longest_prefix([*range(160), 5], "anna") == 160

@@ -22,10 +22,13 @@ from store.serving import Server, serve
 from store.store import Store
 
 SECRET = b"a secret of the two machines"
+PATIENCE = 300.0
+"""Seconds that both ends wait here: a machine that stalls is no stranger that says nothing."""
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr("store.remote.HELLO_SECONDS", PATIENCE)
     store = Store.open(tmp_path / "store", 64 << 20)
     folder = Path(tempfile.mkdtemp(prefix="sr"))
     made = serve(store, folder / "s")
@@ -40,7 +43,7 @@ def client(server: Server, secret: bytes = SECRET) -> StoreClient:
     """As on another machine, where no socket lies."""
     assert server.remote is not None
     remote = replace(server.remote, secret=secret)
-    return StoreClient(Path("/nowhere/s"), 30.0, lambda: remote)
+    return StoreClient(Path("/nowhere/s"), PATIENCE, lambda: remote)
 
 
 def test_the_same_methods_answer(server: Server) -> None:
@@ -87,7 +90,7 @@ def test_a_wrong_secret_is_refused_on_both_sides(server: Server) -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
-            connect(remote, 30.0)
+            connect(remote, PATIENCE)
         thread.join()
 
 
@@ -99,12 +102,12 @@ def test_what_somebody_sends_before_is_not_taken_for_a_request(server: Server) -
         b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
         struct.pack(">I", 1 << 31) + bytes(80),
     ):
-        with socket.create_connection(address, 30) as stranger:
+        with socket.create_connection(address, PATIENCE) as stranger:
             assert len(stranger.recv(40, socket.MSG_WAITALL)) == 40
             stranger.sendall(data)
             with contextlib.suppress(OSError):  # it may have been left already
                 stranger.shutdown(socket.SHUT_WR)
-            stranger.settimeout(30)
+            stranger.settimeout(PATIENCE)
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(64) == b""
     eventually(lambda: not server._clients, "a stranger's connection stays")
@@ -112,7 +115,7 @@ def test_what_somebody_sends_before_is_not_taken_for_a_request(server: Server) -
 
 def test_a_large_request_of_a_known_client_is_bounded(server: Server) -> None:
     assert server.remote is not None
-    connection = connect(server.remote, 30.0)
+    connection = connect(server.remote, PATIENCE)
     connection.sendall(struct.pack(">I", MAX_REQUEST + 1))
     assert connection.recv(16) == b""
     connection.close()

@@ -16,6 +16,9 @@ from store.rpc import StoreClient
 from store.serving import Server, serve
 from store.store import Store
 
+PATIENCE = 300.0
+"""Seconds that a client waits here: a machine or a disk that stalls is no owner that is gone."""
+
 
 @pytest.fixture
 def short() -> Iterator[Path]:
@@ -39,7 +42,7 @@ def server(store: Store, short: Path) -> Iterator[Server]:
 
 def test_everything_a_client_asks(store: Store, server: Server) -> None:
     assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
-    client = StoreClient(server.path)
+    client = StoreClient(server.path, PATIENCE)
     assert client.ping()
     assert client.create_conversation("conv_a", "anna", {"a": "b"})["head"] is None
     turn = make_turn([1, 2], [3], conversation="conv_a")
@@ -69,7 +72,7 @@ def test_everything_a_client_asks(store: Store, server: Server) -> None:
 
 
 def test_errors_cross_the_socket(server: Server) -> None:
-    client = StoreClient(server.path)
+    client = StoreClient(server.path, PATIENCE)
     with pytest.raises(StoreError, match="no conversation conv_x"):
         client.update_conversation("conv_x", pinned=True)
     with pytest.raises(StoreError, match="bad request"):
@@ -84,13 +87,13 @@ def test_a_call_does_not_wait_for_others_without_end(server: Server) -> None:
     client = StoreClient(server.path, timeout=0.01)
     with client._lock, pytest.raises(StoreUnavailable, match="has answered others"):
         client.stats()
-    client.timeout = 60.0
+    client.timeout = PATIENCE
     assert client.ping()
     client.close()
 
 
 def test_an_absent_owner_is_said_and_a_new_one_found(store: Store, short: Path) -> None:
-    client = StoreClient(short / "store.sock")
+    client = StoreClient(short / "store.sock", PATIENCE)
     with pytest.raises(StoreUnavailable, match="decode worker"):
         client.stats()
     first = serve(store, short / "store.sock")
@@ -112,7 +115,7 @@ def test_a_stale_socket_is_replaced_and_a_long_path_refused(store: Store, short:
     stale.bind(str(short / "store.sock"))
     stale.close()
     server = serve(store, short / "store.sock")
-    client = StoreClient(short / "store.sock")
+    client = StoreClient(short / "store.sock", PATIENCE)
     assert client.ping()
     client.close()
     server.close()
@@ -122,22 +125,22 @@ def test_a_stale_socket_is_replaced_and_a_long_path_refused(store: Store, short:
 
 def test_a_size_over_the_bound_ends_the_connection(server: Server) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
-        raw.settimeout(30)
+        raw.settimeout(PATIENCE)
         raw.connect(str(server.path))
         raw.sendall(struct.pack(">I", 0xFFFFFFFF))
         assert raw.recv(1) == b""
     with socket.socket(socket.AF_UNIX) as raw:
-        raw.settimeout(30)
+        raw.settimeout(PATIENCE)
         raw.connect(str(server.path))
         raw.sendall(struct.pack(">I", 3) + b"\xc1\xc1\xc1")
         assert raw.recv(4096)
-    client = StoreClient(server.path)
+    client = StoreClient(server.path, PATIENCE)
     assert client.ping()
     client.close()
 
 
 def test_many_threads_share_one_client(server: Server) -> None:
-    client = StoreClient(server.path)
+    client = StoreClient(server.path, PATIENCE)
     client.create_conversation("conv_a")
 
     def ask() -> None:
