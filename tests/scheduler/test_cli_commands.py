@@ -128,8 +128,13 @@ def test_jobs_and_cancel(stack: Stack) -> None:
 
 def test_an_interrupted_wait_leaves_the_job(stack: Stack) -> None:
     stack.workers.may_prefill.clear()
+    # A shell starts what it runs in the background with interrupts ignored, tests as well.
+    heeds = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('scheduler.cli', run_name='__main__', alter_sys=True)"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "scheduler.cli", "submit", "-"],
+        [sys.executable, "-P", "-c", heeds, "submit", "-"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment(TANDEM_URL=stack.url),
     )  # fmt: skip
