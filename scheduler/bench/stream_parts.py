@@ -56,7 +56,7 @@ def bare_app(url: str) -> Starlette:
 
     async def read() -> None:
         client = connect_async(url)
-        last: Any = "$"
+        last: Any = "0-0"  # all of it: between two reads of "$" steps would be lost
         while True:
             answer: Any = await client.xread({STEPS: last}, block=1000)
             for _, entries in answer or ():
@@ -89,6 +89,7 @@ def serve(app: Any) -> None:
     """Run a server on a free port, which is printed first."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)  # who reads the port connects, though the server has yet to begin
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
 
     def answer() -> None:
