@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -70,6 +71,8 @@ class Files:
         self._client = client
         self._dir = directory
         self._total = total_bytes
+        # What is counted and what has a record agree, but between the two steps of a change.
+        self._counting = threading.RLock()
 
     def put(
         self,
@@ -100,11 +103,17 @@ class Files:
                 size = to.tell()
                 to.flush()
                 os.fsync(to.fileno())
-            self._reserve(owner, size, owner_bytes, limited)
-            os.replace(part, self._path(ident))
+            with self._counting:
+                self._reserve(owner, size, owner_bytes, limited)
+                os.replace(part, self._path(ident))
+                return self._record(ident, owner, name, purpose, size, seconds)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+
+    def _record(
+        self, ident: str, owner: str, name: str, purpose: Purpose, size: int, seconds: float
+    ) -> File:
         now = time.time()
         file = File(ident, owner, name, purpose, size, now, now + seconds)
         pipe = self._client.pipeline()
@@ -150,9 +159,10 @@ class Files:
         pipe.delete(_key(file.id))
         for index in (_ALL, f"{_ALL}:{file.owner}"):
             pipe.zrem(index, file.id)
-        removed = pipe.execute()[0]
-        if removed:  # by us, and not at the same time by somebody else
-            self._give_back(file.owner, file.size)
+        with self._counting:
+            removed = pipe.execute()[0]
+            if removed:  # by us, and not at the same time by somebody else
+                self._give_back(file.owner, file.size)
 
     def used(self, owner: str) -> int:
         """Bytes that an owner's files take."""
@@ -167,8 +177,24 @@ class Files:
 
         Files that are `used` stay. Only while no other process writes files here.
         """
-        gone = 0
         now = time.time()
+        with self._counting:
+            gone = self._recount(now, used)
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._dir.iterdir():
+                if path.suffix == _PART and is_file_id(path.stem):
+                    old = now - path.stat().st_mtime > 3600
+                else:
+                    old = is_file_id(path.name) and not self._client.exists(_key(path.name))
+                    old = old and now - path.stat().st_mtime > 3600
+                if old:
+                    path.unlink(missing_ok=True)
+                    gone += 1
+        return gone
+
+    def _recount(self, now: float, used: Collection[str]) -> int:
+        """Delete what has expired and count the rest anew; returns how many went."""
+        gone = 0
         sizes: Counter[str] = Counter()
         for ident in cast("list[bytes]", self._client.zrange(_ALL, 0, -1)):
             raw = cast("dict[bytes, bytes]", self._client.hgetall(_key(ident.decode())))
@@ -186,16 +212,6 @@ class Files:
         for owner, size in sizes.items():
             pipe.hset(_BYTES, owner, str(size))
         pipe.execute()
-        with contextlib.suppress(FileNotFoundError):
-            for path in self._dir.iterdir():
-                if path.suffix == _PART and is_file_id(path.stem):
-                    old = now - path.stat().st_mtime > 3600
-                else:
-                    old = is_file_id(path.name) and not self._client.exists(_key(path.name))
-                    old = old and now - path.stat().st_mtime > 3600
-                if old:
-                    path.unlink(missing_ok=True)
-                    gone += 1
         return gone
 
     def _path(self, ident: str) -> Path:
