@@ -7,6 +7,7 @@ import itertools
 import json
 import socket
 import stat
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_200_lines_with_bad_ones_end_in_exact_files(stack: Stack) -> None:
             assert row["response"]["body"]["error"]["code"] == code
     ids = [row["id"] for row in output + errors]
     assert len(set(ids)) == 200
-    assert not list((stack.config.data_dir / "batches").glob("batch_*"))
+    # It goes once the batch is told to have ended.
+    folder = stack.config.data_dir / "batches"
+    eventually(lambda: not list(folder.glob("batch_*")), "the journal stays")
 
 
 def test_chat_lines_give_chat_completions(stack: Stack) -> None:
@@ -220,12 +223,14 @@ def test_a_failed_job_and_one_that_was_cancelled_stand_in_the_error_file(stack: 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])
 def test_an_early_end_leaves_what_was_done_and_says_what_was_not(stack: Stack, how: str) -> None:
     done = 0
+    asked_to_end = threading.Event()
 
     def say(job: Job) -> str:
         nonlocal done
         done += 1
         if done == 5:
             stack.workers.may_finish.clear()
+            assert asked_to_end.wait(120)  # the batch cannot end before it is looked at
         return "Done."
 
     stack.workers.say = say
@@ -238,6 +243,7 @@ def test_an_early_end_leaves_what_was_done_and_says_what_was_not(stack: Stack, h
         assert asked.cancelling_at is not None
     else:
         client.hset(f"tandem:batch:{batch.id}", "expires", "1.0")
+    asked_to_end.set()
     batch = end(stack, batch.id)
     client.close()
     assert batch.status == how
