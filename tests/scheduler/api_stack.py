@@ -13,9 +13,10 @@ from typing import Any
 import uvicorn
 from api_kit import make_model_dir
 from openai import OpenAI
+from ports_kit import own_port
 from redis_kit import eventually
 
-from scheduler.api import items
+from scheduler.api import backend, items, stream
 from scheduler.api.app import create_app
 from scheduler.api.backend import Backend
 from scheduler.api.output import Output, Piece
@@ -33,6 +34,10 @@ from store.turns import Turn
 Say = Callable[[Job], str]
 Script = list[tuple[str, list[Piece]]]
 """What a model writes, bit by bit, and what each bit means."""
+
+# A busy machine is no defect: nobody gives up a store, or shows that a stream lives, so soon.
+backend.STORE_TIMEOUT = 120.0
+stream.KEEP_ALIVE = 30.0
 
 
 class Gate(threading.Event):
@@ -284,7 +289,8 @@ class Stack:
         ]
         self.server: uvicorn.Server
         self.thread: threading.Thread
-        self.port = 0
+        # Nobody else is given it while the API is started again.
+        self.port = own_port()
 
     def open_store(self) -> Store:
         """The store that this process owns."""
@@ -325,7 +331,6 @@ class Stack:
             return self.server.started
 
         eventually(started, "the API does not start")
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def stop_api(self) -> None:
         self.server.should_exit = True
