@@ -21,7 +21,8 @@ def jobs(client: redis.Redis) -> Jobs:
 
 @pytest.fixture
 def runs(client: redis.Redis) -> Runs:
-    return Runs(client)
+    # What is published holds for two of these.
+    return Runs(client, JobsConfig(lease_seconds=600))
 
 
 def take(runs: Runs, queue: str = "prefill") -> Job | None:
@@ -103,7 +104,7 @@ def test_stray_promises_are_freed(client: redis.Redis, jobs: Jobs, runs: Runs) -
 
 def test_a_node_that_went_away_limits_nothing(client: redis.Redis, jobs: Jobs, runs: Runs) -> None:
     runs.publish_budget("local", limit=10, fixed=10, per_token=1.0)
-    assert 0 < client.ttl("tandem:budget:local") <= 20
+    assert 0 < client.ttl("tandem:budget:local") <= 1200
     client.delete("tandem:budget:local")
     for _ in range(3):
         jobs.accept(new_job())
