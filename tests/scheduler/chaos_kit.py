@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -147,7 +148,10 @@ def keep_stack(config: Config, folder: Path, plan: Plan) -> Keeper:
 
 
 class Thaw(threading.Thread):
-    """Thaws a frozen API, whose supervisor sees only that it lives."""
+    """Thaws a frozen API, whose supervisor sees only that it lives.
+
+    It does so again and again: who freezes it marks that before it does, and may be slow.
+    """
 
     def __init__(self, pid_file: Path, fired: Path) -> None:
         super().__init__(daemon=True)
@@ -158,8 +162,8 @@ class Thaw(threading.Thread):
         while not self.done.wait(0.02):
             if self._fired.exists():
                 self.done.wait(FREEZE)
-                os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
-                return
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(self._pid_file.read_text()), signal.SIGCONT)
 
 
 class Client:

@@ -56,7 +56,7 @@ def test_every_job_ends_once_whatever_dies(slot: int, tmp_path: Path) -> None:
 
 
 def _workers_and_redis(plan: Plan, chance: random.Random, folder: Path) -> None:
-    with Server(durable=True) as server, connect(server.url) as client:
+    with Server(durable=True) as server, connect(server.url, patience=120) as client:
         jobs = Jobs(client)
         workers = [keep_worker(role, server.url, folder, plan) for role in ("prefill", "decode")]
         redis = keep_redis(server, folder)
@@ -115,7 +115,7 @@ def _whole_stack(plan: Plan, chance: random.Random, folder: Path) -> None:
     if plan.victim == "api" and plan.act == "stop":
         thaw.start()
     http = Client(config)
-    client = connect(config.redis_url, patience=30)
+    client = connect(config.redis_url, patience=120)
     jobs = Jobs(client)
     try:
         wanted: dict[str, list[int]] = {}
