@@ -139,7 +139,7 @@ def test_a_worker_is_told_in_one_line(config: Config, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TANDEM_DATA", str(config.data_dir))
     assert load().data_dir == config.data_dir
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "worker_prefill"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-m", "worker_prefill"], capture_output=True, text=True, timeout=180
     )
     assert ended.returncode == 78
     lines = ended.stderr.strip().splitlines()
