@@ -152,6 +152,8 @@ def main() -> int:
     """Serve one role until SIGTERM and print what was counted."""
     spec = json.loads(sys.argv[1])
     logging.basicConfig(level="ERROR")
+    # None is taken from who is held up by the machine: it would be measured twice.
+    settings = JobsConfig(lease_seconds=600)
     gaps: list[float] = []
     busy: list[tuple[float, float]] = []
     count_round_trips()
@@ -173,13 +175,13 @@ def main() -> int:
             PrefillLoop(
                 spec["url"],
                 engine,
-                settings=JobsConfig(),
+                settings=settings,
                 choice=lambda job, waiting: Choice(not waiting, "paced"),
             ).run()
             gaps, busy = engine.gaps, engine.busy
         case _:
             decode = PacedDecode(spec["slots"], spec["step_s"], spec["tokens"])
-            DecodeLoop(spec["url"], decode, settings=JobsConfig()).run()
+            DecodeLoop(spec["url"], decode, settings=settings).run()
     print(json.dumps({"sends": _sends, "delays": _delays, "gaps": gaps, "busy": busy}))
     return 0
 
