@@ -13,21 +13,23 @@ import pytest
 
 from scheduler.host import lifeline
 
+# A signal that comes just before `signal.pause()` is told to Python when the next one ends it: who
+# waits by it may wait for ever. These wait by short sleeps.
 CHILD = """
 import signal, sys, time
 from scheduler.host import lifeline
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 print(lifeline.watch(), lifeline.watch(), flush=True)
 while True:
-    signal.pause()
+    time.sleep(0.1)
 """
 PROGRAM = """
-import signal, sys
+import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 signal.signal(signal.SIGINT, lambda *_: sys.exit(4))
 print("running", flush=True)
 while True:
-    signal.pause()
+    time.sleep(0.1)
 """
 
 
