@@ -166,8 +166,8 @@ class CountingDecode:
         for execution, position in list(self.rows.items()):
             job = execution.job
             until = job.request.get("until")
-            if until and position and not Path(until).exists():
-                continue  # this answer waits after its first token, others go on
+            if until and position >= job.request.get("at", 1) and not Path(until).exists():
+                continue  # this answer waits after its first token or `at`, others go on
             if position < wanted(job):
                 say(execution, position)
                 self.rows[execution] = position = position + 1

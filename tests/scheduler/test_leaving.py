@@ -51,9 +51,21 @@ def stack(redis_url: str, tmp_path: Path) -> Iterator[Any]:
     yield from started(redis_url, lock_dir=str(tmp_path))
 
 
+@pytest.fixture
+def goes_on(tmp_path: Path) -> Path:
+    """The file until which answers that name it wait after some tokens: none of them has ended
+    before it was sent on, however late its node is told to stop."""
+    return tmp_path / "go"
+
+
 def talk(**more: Any) -> NewJob:
     """A job of a conversation that is at home on m3, decoded there from its prompt on."""
     return new_job(**{"node": "m3", "stage": "decode", "conversation": TALK, "home": "", **more})
+
+
+def waiting(goes_on: Path, **more: Any) -> NewJob:
+    """Such a job whose answer goes on only when the file is there."""
+    return talk(request={"until": str(goes_on), "at": 7, **more.pop("request", {})}, **more)
 
 
 def begun(jobs: Jobs, new: NewJob) -> None:
@@ -71,15 +83,16 @@ def moved(job: Job) -> list[dict[str, Any]]:
 
 
 def test_live_and_waiting_answers_go_on_at_the_other_node(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", slots=2, step_s=0.1)
-    news = [talk(answer=300, conversation=f"conv_{k:032x}") for k in range(5)]
+    leaving = stack("decode", node="m3", heir="m4", slots=2, step_s=0.01)
+    news = [waiting(goes_on, answer=300, conversation=f"conv_{k:032x}") for k in range(5)]
     for new in news:
         jobs.accept(new)
     eventually(lambda: sum(jobs.get(n.id).first_token_at is not None for n in news) == 2, "")
     stack("decode", node="m4", step_s=0.001)
     assert leaving.stop() == 0
+    goes_on.touch()
     for new in news:
         job = completed(client, jobs, new)
         assert [(one["from"], one["to"]) for one in moved(job)] == [("m3", "m4")]
@@ -111,13 +124,14 @@ def test_without_another_node_it_drains_as_ever(
 
 
 def test_a_state_that_cannot_be_sent_is_computed_there(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.1, log="CRITICAL")
-    new = talk(answer=300, request={"fail": "move"})
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.01, log="CRITICAL")
+    new = waiting(goes_on, answer=300, request={"fail": "move"})
     begun(jobs, new)
     stack("decode", node="m4")
     assert leaving.stop() == 0
+    goes_on.touch()
     job = completed(client, jobs, new)
     assert moved(job)[0]["path"] == "none"
     assert "link is down" in moved(job)[0]["error"]
@@ -152,15 +166,16 @@ def test_records_that_cannot_be_copied_keep_the_answer_here(
 
 
 def test_a_conversation_with_two_live_answers_stays_whole(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path
 ) -> None:
     leaving = stack("decode", node="m3", heir="m4", step_s=0.02, drain=1)
-    first, second = talk(answer=400), talk(answer=400, home="m3")
+    first, second = waiting(goes_on, answer=400), waiting(goes_on, answer=400, home="m3")
     begun(jobs, first), begun(jobs, second)
     leaving.stop()
     for new in (first, second):
         assert jobs.get(new.id).node == "m3"
     assert Homes(client).of(TALK) == "m3"
+    goes_on.touch()
     stack("decode", node="m3")
     for new in (first, second):
         completed(client, jobs, new)
@@ -168,10 +183,10 @@ def test_a_conversation_with_two_live_answers_stays_whole(
 
 
 def test_a_cancelled_answer_ends_once_while_it_leaves(
-    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path
 ) -> None:
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.1, point="mid_hand_over", act="stop")
-    new = talk(answer=300)
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.01, point="mid_hand_over", act="stop")
+    new = waiting(goes_on, answer=300)
     begun(jobs, new)
     leaving.send(signal.SIGTERM)
     eventually(lambda: is_stopped(leaving.process.pid), "it does not freeze")
@@ -185,19 +200,23 @@ def test_a_cancelled_answer_ends_once_while_it_leaves(
 @pytest.mark.rotate(2)
 @pytest.mark.parametrize(("node", "point"), POINTS)
 def test_killed_while_an_answer_leaves(
-    client: redis.Redis, jobs: Jobs, stack: Any, node: str, point: str
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path, node: str, point: str
 ) -> None:
     def plan(name: str) -> dict[str, Any]:
         return {"node": name, **({"point": point, "nth": 3 if point == "mid_decode" else 1}
                                  if name == node else {})}  # fmt: skip
 
-    leaving = stack("decode", heir="m4", step_s=0.1, **plan("m3"))
-    new = talk(answer=200)
+    leaving = stack("decode", heir="m4", step_s=0.01, **plan("m3"))
+    new = waiting(goes_on, answer=200)
     begun(jobs, new)
     other = stack("decode", step_s=0.001, **plan("m4"))
     leaving.send(signal.SIGTERM)
     victim = leaving if node == "m3" else other
+    if node == "m4":
+        eventually(lambda: jobs.get(new.id).node == "m4", "it does not leave")
+        goes_on.touch()
     assert victim.process.wait(90) == -signal.SIGKILL
+    goes_on.touch()
     if node == "m3":
         # Before the step its jobs wait for it, after it they are the other's.
         stack("decode", node="m3")
@@ -211,15 +230,16 @@ def test_killed_while_an_answer_leaves(
 @pytest.mark.rotate(3)
 @pytest.mark.parametrize("point", ["mid_prepare", "mid_hand_over", "before_rehome", "after_rehome"])
 def test_frozen_while_an_answer_leaves(
-    client: redis.Redis, jobs: Jobs, stack: Any, point: str
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path, point: str
 ) -> None:
     """The frozen one wakes up when another run has told all of it: nothing is told twice."""
-    frozen = stack("decode", node="m3", heir="m4", step_s=0.1, point=point, act="stop", lease=3)
-    new = talk(answer=200)
+    frozen = stack("decode", node="m3", heir="m4", step_s=0.01, point=point, act="stop", lease=3)
+    new = waiting(goes_on, answer=200)
     begun(jobs, new)
     stack("decode", node="m4")
     frozen.send(signal.SIGTERM)
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
+    goes_on.touch()
     if point == "after_rehome":
         job = completed(client, jobs, new)
         os.kill(frozen.process.pid, signal.SIGCONT)
@@ -238,13 +258,16 @@ def test_frozen_while_an_answer_leaves(
 
 @pytest.mark.rotate(3)
 @pytest.mark.parametrize("point", ["after_take", "mid_decode", "before_finish"])
-def test_the_taking_node_freezes(client: redis.Redis, jobs: Jobs, stack: Any, point: str) -> None:
+def test_the_taking_node_freezes(
+    client: redis.Redis, jobs: Jobs, stack: Any, goes_on: Path, point: str
+) -> None:
     """The answer waits for it with its lease gone; when it wakes it is told once, from its log."""
-    leaving = stack("decode", node="m3", heir="m4", step_s=0.1)
-    new = talk(answer=200)
+    leaving = stack("decode", node="m3", heir="m4", step_s=0.01)
+    new = waiting(goes_on, answer=200)
     begun(jobs, new)
     frozen = stack("decode", node="m4", step_s=0.001, point=point, act="stop", lease=3)
     assert leaving.stop() == 0
+    goes_on.touch()
     eventually(lambda: is_stopped(frozen.process.pid), "it does not freeze")
     stack("decode", node="m3")  # it looks after leases
     eventually(lambda: jobs.get(new.id).status == "queued", "its lease does not run out")
