@@ -48,7 +48,7 @@ def test_a_blocked_reader_wakes_up(client: redis.Redis, job: Job) -> None:
     assert events.read(client, job.id, 2, block=0.02) == []
     writer = threading.Timer(0.1, say, (client, job, 3, 10))
     writer.start()
-    assert [event.data["ids"] for event in events.read(client, job.id, 2, block=20)] == [[10]]
+    assert [event.data["ids"] for event in events.read(client, job.id, 2, block=120)] == [[10]]
     writer.join()
 
 

@@ -398,11 +398,11 @@ def test_limits_are_told_in_each_clients_words(world: World) -> None:
     with pytest.raises(openai.RateLimitError) as full:
         client.files.create(file=b"x" * 2000, purpose="batch")
     assert full.value.code == "storage_quota_exceeded"
-    slow = owners.add(stack.config.data_dir, "erin", per_minute=3)
-    answers = [world.call(slow, "GET", "/v1/models") for _ in range(4)]
-    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
-    assert 1 <= int(answers[3].headers["retry-after"]) <= 20
-    assert answers[3].json()["error"]["code"] == "rate_limit_exceeded"
+    slow = owners.add(stack.config.data_dir, "erin", per_minute=1)
+    answers = [world.call(slow, "GET", "/v1/models") for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert 1 <= int(answers[1].headers["retry-after"]) <= 60
+    assert answers[1].json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_a_batch_runs_as_its_owner(world: World) -> None:

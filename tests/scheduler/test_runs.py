@@ -26,7 +26,8 @@ def jobs(client: redis.Redis) -> Jobs:
 
 @pytest.fixture
 def runs(client: redis.Redis) -> Runs:
-    return Runs(client, JobsConfig(lease_seconds=3, max_attempts=2))
+    # A lease that outlasts any stall of a test: one whose lease is to run out takes it away.
+    return Runs(client, JobsConfig(lease_seconds=600, max_attempts=2))
 
 
 def take(runs: Runs, queue: str = "prefill", worker: str = "w1", holder: str = HOLDER) -> Job:

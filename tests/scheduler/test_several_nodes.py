@@ -46,6 +46,12 @@ def holder(client: redis.Redis, new: NewJob) -> str:
     return (client.hget(f"tandem:job:{new.id}", "holder") or b"").decode()
 
 
+def expire(client: redis.Redis, new: NewJob) -> None:
+    """The lease of whoever ran a job runs out: of one that is well it must not, whatever stalls,
+    so that it is too long to be waited for."""
+    client.zadd("tandem:leases", {new.id: 1.0}, xx=True)
+
+
 def test_every_turn_goes_to_the_home_of_its_conversation(
     client: redis.Redis, jobs: Jobs, start: Start
 ) -> None:
@@ -89,7 +95,7 @@ def test_what_a_dead_prefill_node_ran_goes_to_the_other(
     client: redis.Redis, jobs: Jobs, start: Start, tmp_path: Path
 ) -> None:
     write_pid(tmp_path / "limit", 100)
-    dead = start("prefill", "m5", lease=3, limit=str(tmp_path / "limit"))
+    dead = start("prefill", "m5", limit=str(tmp_path / "limit"))
     start("decode", "m3")
     new = new_job(node="m3", tokens=400)
     jobs.accept(new)
@@ -97,6 +103,7 @@ def test_what_a_dead_prefill_node_ran_goes_to_the_other(
     assert holder(client, new) == "prefill:m5"
     start("prefill", "m6")
     dead.kill()
+    expire(client, new)
     job = completed(client, jobs, new)
     assert job.attempts_by_stage["prefill"] == 2
     assert client.hget(f"tandem:job:{new.id}", "p_worker").startswith(b"prefill-m6-")
@@ -104,15 +111,18 @@ def test_what_a_dead_prefill_node_ran_goes_to_the_other(
 
 
 def test_a_dead_decode_node_keeps_its_jobs_and_no_others(
-    client: redis.Redis, jobs: Jobs, start: Start
+    client: redis.Redis, jobs: Jobs, start: Start, tmp_path: Path
 ) -> None:
     """Its conversations are there: their turns wait for it, while the other node goes on."""
     start("prefill", "m5")
-    dead, _ = start("decode", "m3", step_s=0.1, lease=3), start("decode", "m4")
-    homed = new_job(node="m3", answer=200)
+    dead, _ = start("decode", "m3", step_s=0.01), start("decode", "m4")
+    goes_on = tmp_path / "go"  # not before it has died
+    homed = new_job(node="m3", answer=200, request={"until": str(goes_on)})
     jobs.accept(homed)
     eventually(lambda: jobs.get(homed.id).first_token_at, "it does not decode")
     dead.kill()
+    expire(client, homed)
+    goes_on.touch()
     other = new_job(node="m4")
     jobs.accept(other)
     completed(client, jobs, other)

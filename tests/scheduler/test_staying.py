@@ -86,14 +86,17 @@ def test_the_measured_rate_is_that_of_the_prefill(
 def test_who_comes_next_does_not_wait_for_the_answer(
     client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    stack("prefill", step_s=0.02), stack("decode", step_s=0.001)
+    saying = Hold(tmp_path, "mid_late", 4)  # until the short one is there
+    stack("prefill", step_s=0.02, **saying.spec), stack("decode", step_s=0.001)
     # Once it has moved, the long answer goes on only when the short one has ended.
     goes_on = tmp_path / "go"
     long = new_job(answer=500, tokens=30, request={"until": str(goes_on)})
     short = new_job(answer=3, tokens=30)
     jobs.accept(long)
+    saying.reached()
     eventually(lambda: jobs.get(long.id).first_token_at, "it does not begin")
     jobs.accept(short)
+    saying.release()
     check(client, jobs, short)
     assert not jobs.get(long.id).ended
     goes_on.touch()
@@ -102,14 +105,18 @@ def test_who_comes_next_does_not_wait_for_the_answer(
 
 
 def test_a_worker_that_is_to_stop_hands_the_answer_off(
-    client: redis.Redis, jobs: Jobs, stack: Any
+    client: redis.Redis, jobs: Jobs, stack: Any, tmp_path: Path
 ) -> None:
-    prefill = stack("prefill", step_s=0.02)
+    saying = Hold(tmp_path, "mid_late", 4)  # until it is told to stop
+    prefill = stack("prefill", step_s=0.02, **saying.spec)
     stack("decode")
     new = new_job(answer=500, tokens=30)
     jobs.accept(new)
+    saying.reached()
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
-    assert prefill.stop() == 0
+    prefill.send(signal.SIGTERM)
+    saying.release()
+    assert prefill.process.wait(120) == 0
     job = check(client, jobs, new)
     assert 0 < late(job) < 500
     assert job.attempts == 1
@@ -117,7 +124,7 @@ def test_a_worker_that_is_to_stop_hands_the_answer_off(
 
 def test_a_cancelled_answer_ends_once(client: redis.Redis, jobs: Jobs, stack: Any) -> None:
     stack("prefill", step_s=0.02), stack("decode")
-    new = new_job(answer=500, tokens=30)
+    new = new_job(answer=100_000, tokens=30)
     jobs.accept(new)
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     jobs.cancel(new.id)
@@ -136,12 +143,14 @@ def test_killed_while_an_answer_moves(
     options: dict[str, Any] = {"step_s": 0.005}
     slow = {"prefill": {"step_s": 0.05}, "decode": options}  # it has not ended when more comes
     other = "decode" if role == "prefill" else "prefill"
-    kept = stack(other, **slow[other])
     plan: dict[str, Any] = {"point": point}
     plan["nth"] = {"mid_decode": 4, "after_handing_off": 2}.get(point, 1)
-    # Where it is saying the answer it dies only when something of that is written.
-    saying = Hold(tmp_path, point, 4) if point == "mid_late" else None
-    victim = stack(role, **(saying.spec if saying else plan), **slow[role])
+    # Where it is saying the answer it dies only when something of that is written, and where the
+    # decode node dies it says no more before it has a reason to move.
+    held = role == "decode" or point == "mid_late"
+    saying = Hold(tmp_path, "mid_late", 4) if held else None
+    kept = stack(other, **(saying.spec if saying and other == "prefill" else {}), **slow[other])
+    victim = stack(role, **(saying.spec if saying and role == "prefill" else plan), **slow[role])
     new = new_job(answer=120, tokens=40)
     jobs.accept(new)
     if saying:
@@ -149,7 +158,9 @@ def test_killed_while_an_answer_moves(
     eventually(lambda: jobs.get(new.id).first_token_at, "it does not begin")
     more = new_job(answer=2, tokens=30)
     jobs.accept(more)  # so that it moves in the middle
-    if saying:
+    if role == "decode" and saying:
+        saying.release()
+    elif saying:
         victim.kill()
     assert victim.process.wait(90) == -signal.SIGKILL
     stack(role, **options)
