@@ -194,7 +194,7 @@ def _inspect(path: Path, origin: str) -> Binary | None:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            timeout=10,
+            timeout=60,  # none that works takes as long, but on a machine that stalls
             check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):

@@ -76,7 +76,7 @@ def test_jobs_are_refused_until_there_is_room(disk: Disk) -> None:
             stderr=subprocess.DEVNULL,
         )
         eventually(lambda: not alive(pid), "the first server goes on")
-        with connect(config.redis_url, patience=20) as client:
+        with connect(config.redis_url, patience=60) as client:
             assert Jobs(client).get(first).status == "queued"
             assert Jobs(client).get(second).status == "queued"
     finally:
