@@ -45,6 +45,8 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "AT_ONCE", SLICE)
+    # Nobody reads before the hub hears, which then forgets what was kept, however late that is.
+    monkeypatch.setattr(stream, "LISTEN_WITHIN", 600.0)
 
 
 def write_log(client: redis.Redis, count: int, mark: str = "", *, ended: bool = True) -> None:

@@ -247,7 +247,7 @@ def test_up_again_after_a_sudden_death_and_down_by_a_signal(
         up.process.kill()
         up.wait()
         eventually(
-            lambda: not own_processes(config.data_dir), "something outlives the supervisor", 60
+            lambda: not own_processes(config.data_dir), "something outlives the supervisor", 120
         )
         assert "redis.sock" not in sockets(config)
     with Up(directory, *arguments, TANDEM_JOBS_DRAIN_SECONDS="2") as up:

@@ -250,7 +250,12 @@ def test_what_was_said_while_the_client_connected_anew(
             writer.write("a")
             async with hub(server.url, patience=5) as made:
                 task = asyncio.create_task(collect(made))
-                await until(lambda: any(f.sleeper for g in made._followers.values() for f in g))
+                await until(
+                    lambda: (
+                        made._hearing.is_set()
+                        and any(f.sleeper for g in made._followers.values() for f in g)
+                    )
+                )
                 writer.client = killing = client.pipeline()
                 killing.client_kill_filter(_type="pubsub")
                 writer.end()

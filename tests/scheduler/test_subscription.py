@@ -44,4 +44,5 @@ def test_messages_are_heard_and_heard_again_after_a_loss(
         await client.aclose()
 
     asyncio.run(run())
-    assert not caplog.records
+    # Others may warn of something meanwhile, of what earlier tests have left for instance.
+    assert not [record for record in caplog.records if record.name == "push_response"]
