@@ -117,16 +117,22 @@ def _one(client: httpx.Client, queue: redis.Redis, number: int, tokens: int) -> 
 
 
 def _parts(stages: list[dict[str, Any]]) -> dict[str, float]:
-    """What the ledger says the seam was made of: from the last step there to the first one here."""
+    """What the ledger says the seam was made of: from the last step there to the first one here.
+
+    Raises ModelError where the two workers' clocks differ by more than a part of it lasted.
+    """
     by = {(row["lane"], row["stage"]): row for row in stages}
     said, first = by["prefill", "decode"], by["decode", "first decode"]
-    sent, taken = by["prefill", "settle"]["start"], by["decode", "admit"]["start"]
-    return {
+    sent, taken = by["prefill", "settle"]["start"], by.get(("decode", "admit"), {}).get("start", 0)
+    parts: dict[str, float] = {
         "pack": sent - said["start"] - said["seconds"],
         "hand over": taken - sent,
         "take up": first["start"] - taken,
         "first step": first["seconds"],
     }
+    if min(parts.values()) < 0:  # the ledger leaves out what would have ended before it began
+        raise ModelError("the clocks of the workers differ too much to tell the seam: run it again")
+    return parts
 
 
 def _even() -> Profile:
