@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -23,7 +22,7 @@ def pulse() -> Iterator[KeepAlive]:
 def test_it_pulses_while_idle_and_stops(pulse: KeepAlive) -> None:
     assert pulse.wait(3, SAFETY)
     pulse.stop()
-    assert not any(thread.name == "tandem-keepalive" for thread in threading.enumerate())
+    assert not pulse._thread.is_alive()
 
 
 def test_no_pulse_while_busy(pulse: KeepAlive) -> None:
