@@ -241,18 +241,20 @@ class Jobs:
             pipe.execute()
 
     def abandon(self, resp: str, grace: float | None = None) -> Status:
-        """The client of a foreground job has gone; returns the job's status.
+        """A client of a foreground job has gone; returns the job's status.
 
-        It is cancelled after `grace` seconds (jobs.abandon_seconds by default) unless the same
-        request comes again: clients that time out send it again, and must not begin anew.
+        When all have, it is cancelled after `grace` seconds (jobs.abandon_seconds by default)
+        unless the same request comes again: clients that time out send it again, and must not
+        begin anew.
         """
         seconds = self.settings.abandon_seconds if grace is None else grace
-        if seconds <= 0:
-            return self.cancel(resp)
-        status = scripts.call(self.client, "abandon", {"id": resp, "grace": seconds}).decode()
+        args = {"id": resp, "grace": max(0.0, seconds)}
+        status, left = scripts.call(self.client, "abandon", args)
         if not status:
             raise JobNotFound(f"no job {resp}: check the id")
-        return cast(Status, status)
+        if left and seconds <= 0:
+            return self.cancel(resp)
+        return cast(Status, status.decode())
 
     def list(
         self, states: Iterable[Status] | None = None, limit: int = 50, owner: str | None = None

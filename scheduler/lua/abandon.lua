@@ -1,11 +1,18 @@
--- A job's client has gone away: cancel it after a grace, unless it is asked for again before.
--- Returns the status, or '' where there is no such job.
+-- One of a job's clients has gone away. The last one leaves it to be cancelled after a grace, unless
+-- it is asked for again before; a grace of 0 leaves that to the caller.
+-- Returns {status, 1 if nobody waits any more}, the status '' where there is no such job.
 local key = record(args.id)
 local status, owner, digest = unpack(redis.call('HMGET', key, 'status', 'owner', 'digest'))
-if not status then return '' end
-if TERMINAL[status] then return status end
-redis.call('ZADD', 'tandem:abandoned', stamp(NOW + args.grace), args.id)
-if digest ~= '' then
-  redis.call('SET', 'tandem:twin:' .. owner .. ':' .. digest, args.id, 'EX', math.ceil(args.grace))
+if not status then return {'', 0} end
+if TERMINAL[status] then return {status, 0} end
+local waiting = math.max(0, redis.call('HINCRBY', key, 'waiting', -1))
+redis.call('HSET', key, 'waiting', waiting)
+if waiting > 0 then return {status, 0} end
+if args.grace > 0 then
+  redis.call('ZADD', 'tandem:abandoned', stamp(NOW + args.grace), args.id)
+  if digest ~= '' then
+    local twin = 'tandem:twin:' .. owner .. ':' .. digest
+    redis.call('SET', twin, args.id, 'EX', math.ceil(args.grace))
+  end
 end
-return status
+return {status, 1}

@@ -4,8 +4,11 @@ local key = record(args.id)
 local status, digest = unpack(redis.call('HMGET', key, 'status', 'digest'))
 if status then
   if args.digest ~= '' and digest ~= args.digest then return {'conflict', ''} end
-  -- Whoever sends it again is there again.
-  if args.adopt then redis.call('ZREM', 'tandem:abandoned', args.id) end
+  -- Whoever sends it again is there again, perhaps before it is known that they had gone.
+  if args.adopt and not TERMINAL[status] then
+    redis.call('ZREM', 'tandem:abandoned', args.id)
+    redis.call('HINCRBY', key, 'waiting', 1)
+  end
   return {'duplicate', ''}
 end
 if args.adopt and args.digest ~= '' then
@@ -15,6 +18,7 @@ if args.adopt and args.digest ~= '' then
   local state = twin and redis.call('HGET', record(twin), 'status')
   if state and not TERMINAL[state] and redis.call('ZREM', 'tandem:abandoned', twin) == 1 then
     redis.call('DEL', name)
+    redis.call('HINCRBY', record(twin), 'waiting', 1)
     return {'adopted', twin}
   end
 end
@@ -56,6 +60,7 @@ end
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
 redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)
+if args.adopt then redis.call('HSET', key, 'waiting', 1) end
 -- Tokens of this very prompt that a worker keeps from a run that was cancelled.
 local holder, tokens = unpack(redis.call('HMGET', 'tandem:parked:' .. args.prompt, 'by', 'tokens'))
 if holder then redis.call('HSET', key, 'parked_by', holder, 'parked_tokens', tokens) end

@@ -53,6 +53,24 @@ def test_a_submission_repeated_by_its_key_is_not_given_up(client: redis.Redis, j
     assert not client.exists("tandem:abandoned")
 
 
+@pytest.mark.parametrize("grace", [0, 30])
+def test_a_client_that_goes_gives_nothing_up_for_another(client: redis.Redis, grace: int) -> None:
+    """That a connection has ended may be noticed after its request came again by its key."""
+    jobs = Jobs(client, JobsConfig(abandon_seconds=grace))
+    new = new_job(digest="d")
+    jobs.accept(new)
+    jobs.accept(new)
+    assert jobs.abandon(new.id) == "queued"
+    assert not client.exists("tandem:abandoned")
+    jobs.accept(new)
+    assert jobs.abandon(new.id) == "queued"
+    assert jobs.abandon(new.id) == ("queued" if grace else "cancelled")
+    assert client.zcard("tandem:abandoned") == (1 if grace else 0)
+    jobs.abandon(new.id)
+    assert jobs.accept(new).duplicate
+    assert not client.exists("tandem:abandoned")
+
+
 def test_an_abandoned_job_is_cancelled_after_its_grace(client: redis.Redis, jobs: Jobs) -> None:
     gone, kept = new_job(digest="d"), new_job(digest="e")
     jobs.accept(gone)
