@@ -37,7 +37,8 @@ def main(path: str, seed: str) -> None:
     drop = store.states.drop
 
     def told(txn: Any, turn: str) -> int:
-        say(f"?drop {turn}")
+        if store.states.get(txn, turn) is not None:  # a save drops what it replaces, if anything
+            say(f"?drop {turn}")
         return drop(txn, turn)
 
     store.states.drop = told  # type: ignore[method-assign]
