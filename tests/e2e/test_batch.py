@@ -21,7 +21,7 @@ def stack(model_dir: Path) -> Iterator[Running]:
     yield from running(model_dir, jobs=QUICK)
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(5)
 def test_a_batch_outlives_every_process(stack: Running) -> None:
     client = OpenAI(base_url=f"{stack.config.api_url}/v1", api_key="none", max_retries=4)
     lines = [
@@ -61,7 +61,7 @@ def test_a_batch_outlives_every_process(stack: Running) -> None:
     assert [stack.output_ids(name) for name in names] == alone
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(5)
 def test_nobody_gains_by_what_another_has_stored(stack: Running) -> None:
     prompt = f"{TEXT[:3000]}\n\nWho is this about?"
 

@@ -92,7 +92,7 @@ def test_a_long_turn_is_computed_by_the_prefill_node_and_only_that_comes_back(
     assert stack.output_ids(second["id"]) == stack.solo(second["id"])
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
     directory = short_directory()
     stack = Running(model_dir, directory, store={"idle_seconds": 3600.0})
@@ -128,6 +128,7 @@ def test_hot_resume_computes_the_new_turn_alone(model_dir: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@pytest.mark.rotate(2)
 def test_conversations_are_decoded_together(stack: Running) -> None:
     questions = ["Count to ten.", "Say the alphabet.", "List the days of the week."]
     for _ in range(TRIES):

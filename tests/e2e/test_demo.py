@@ -13,7 +13,7 @@ def test_a_shorter_demo_keeps_its_promises() -> None:
     check("--words", "300", tokens=400)
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(7)
 def test_demo_keeps_its_promises() -> None:
     check(tokens=2000)
 

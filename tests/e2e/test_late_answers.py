@@ -12,7 +12,7 @@ from stack_kit import Running, running, short_directory
 from engine.device import prepare
 from engine.profile import Profile, record
 
-pytestmark = pytest.mark.rotate(2)
+pytestmark = pytest.mark.rotate(4)
 
 
 @pytest.fixture(scope="module")

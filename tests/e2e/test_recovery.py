@@ -30,7 +30,7 @@ def assert_ended_once(stack: Running, identity: str) -> None:
     assert stack.output_ids(identity) == stack.solo(identity)
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
 
     def begun(response: str) -> bool:
@@ -50,7 +50,7 @@ def test_prefill_worker_killed_in_the_middle(stack: Running) -> None:
     assert_ended_once(stack, identity)
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None:
 
     def begun(response: str) -> bool:
@@ -67,7 +67,7 @@ def test_decode_worker_killed_in_the_middle_of_an_answer(stack: Running) -> None
     assert_ended_once(stack, identity)
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(6)
 @pytest.mark.parametrize("worker", ["prefill", "decode"])
 def test_a_worker_killed_while_a_turn_is_extended(stack: Running, worker: str) -> None:
     first = stack.post(input=f"{TEXT[:1200]}\n\nWho ran by?", max_output_tokens=6)
@@ -91,7 +91,7 @@ def test_a_worker_killed_while_a_turn_is_extended(stack: Running, worker: str) -
     assert_ended_once(stack, identity)
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_api_and_redis_killed_while_an_answer_is_written(stack: Running) -> None:
     identity = stack.post(input=f"{TEXT[:1000]}\n\nGo on.", background=True, max_output_tokens=32)[
         "id"

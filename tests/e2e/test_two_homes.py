@@ -21,7 +21,7 @@ from scheduler.nodes import Nodes
 from scheduler.redis_client import connect
 from store.rpc import StoreClient
 
-pytestmark = pytest.mark.rotate(4)
+pytestmark = pytest.mark.rotate(7)
 
 
 @pytest.fixture(scope="module")

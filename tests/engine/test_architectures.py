@@ -78,7 +78,7 @@ def oracle(model: Model, name: str, index: int) -> Answer:
     return answer(model, ids, plan(0, len(ids) - 1, CHUNK), params_of(part))
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_handed_over_and_resumed_equals_one_process(
     name: str, models: dict[str, Model], folder: Path

@@ -339,6 +339,7 @@ def test_a_failing_row_ends_alone(small: Model) -> None:
     assert tokens(events[good]) == solo(small, prompt(30, 19), params).tokens
 
 
+@pytest.mark.rotate(2)
 def test_real_answers(default_model: Model, tokenizer: Any) -> None:
     questions = ["What is the capital of France?", "Tell me a joke.", "Name three colours."]
     params = SamplingParams(max_tokens=12, stop_ids=default_model.eos_ids)

@@ -24,10 +24,14 @@ def device_of(small: Model, monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 @pytest.mark.parametrize(("chunk", "stop"), [(64, 512), (256, 2048), (512, 2048)])
-def test_the_estimate_bounds_what_a_chunk_takes(small: Model, chunk: int, stop: int) -> None:
+def test_the_estimate_bounds_what_a_chunk_takes(
+    small: Model, chunk: int, stop: int, request: pytest.FixtureRequest
+) -> None:
     caches = small.fresh_cache()
+    gc.collect()
+    gc.disable()  # what others left is not freed in the middle of a forward
+    request.addfinalizer(gc.enable)
     for start in range(0, stop, chunk):
-        gc.collect()  # what others left is not freed in the middle of the forward
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()

@@ -229,7 +229,7 @@ def ready(config: Config) -> bool:
         return False
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(3)
 def test_up_again_after_a_sudden_death_and_down_by_a_signal(
     config: Config, model_dir: Path, directory: Path
 ) -> None:
