@@ -21,7 +21,7 @@ def job(stack: Running, response: str) -> Job:
         return Jobs(client).get(response)
 
 
-@pytest.mark.rotate(2)
+@pytest.mark.rotate(4)
 def test_a_short_prompt_goes_between_the_chunks_of_a_long_one(stack: Running) -> None:
     # The rate is measured first, so that the long one's length in seconds is known.
     stack.post(input=TEXT[:600], max_output_tokens=2)

@@ -15,6 +15,7 @@ import redis
 from hub_kit import hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis.client import Pipeline
 from redis_kit import Server
 
 from scheduler.api import stream
@@ -47,16 +48,20 @@ class Writer:
 
     def write(self, *kinds: str, told: bool = True) -> None:
         with self._lock:
-            self._write(kinds, told)
+            # In one step: who hears of an event finds it in the log.
+            step = self.client.pipeline(transaction=True)
+            self.put(step, *kinds, told=told)
+            step.execute()
 
-    def _write(self, kinds: tuple[str, ...], told: bool) -> None:
+    def put(self, step: Pipeline, *kinds: str, told: bool = True) -> None:
+        """Make it a part of a step."""
         packed = [pack({"type": kind, "n": self.seq + i}) for i, kind in enumerate(kinds)]
         if told:
             message = msgpack.packb([[self.name.encode(), self.seq, packed]], use_bin_type=False)
-            self.client.publish(stream.CHANNEL, message)
+            step.publish(stream.CHANNEL, message)
         for data in packed:
             self.seq += 1
-            self.client.xadd(key(self.name), {"e": data}, id=f"{self.seq}-0")
+            step.xadd(key(self.name), {"e": data}, id=f"{self.seq}-0")
 
     def end(self) -> None:
         self.write("response.completed")
@@ -256,9 +261,9 @@ def test_what_was_said_while_the_client_connected_anew(
                         and any(f.sleeper for g in made._followers.values() for f in g)
                     )
                 )
-                writer.client = killing = client.pipeline()
+                killing = client.pipeline()
                 killing.client_kill_filter(_type="pubsub")
-                writer.end()
+                writer.put(killing, "response.completed")
                 killed, heard, _ = await asyncio.to_thread(killing.execute)
                 assert (killed, heard) == (1, 0)
                 async with asyncio.timeout(90):
