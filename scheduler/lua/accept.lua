@@ -59,8 +59,8 @@ end
 
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
-redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)
-if args.adopt then redis.call('HSET', key, 'waiting', 1) end
+redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0,
+  'waiting', args.adopt and 1 or 0)
 -- Tokens of this very prompt that a worker keeps from a run that was cancelled.
 local holder, tokens = unpack(redis.call('HMGET', 'tandem:parked:' .. args.prompt, 'by', 'tokens'))
 if holder then redis.call('HSET', key, 'parked_by', holder, 'parked_tokens', tokens) end
