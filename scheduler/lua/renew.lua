@@ -1,10 +1,13 @@
 -- A worker's heartbeat: its registration, its leases and how far each run is.
 -- args.runs: list of {id, run, prefilled tokens or -1}. Returns per run: ok | lost | cancel.
 local worker = RQ .. ':worker:' .. args.worker
-redis.call('HSET', worker, unpack(args.fields))
-redis.call('EXPIRE', worker, args.ttl)
-redis.call('SADD', RQ .. ':workers', worker)
-redis.call('SADD', RQ .. ':workers:' .. args.queue, worker)
+-- A heartbeat that was under way while the worker signed off must not bring it back.
+if redis.call('HEXISTS', worker, 'death') == 0 then
+  redis.call('HSET', worker, unpack(args.fields))
+  redis.call('EXPIRE', worker, args.ttl)
+  redis.call('SADD', RQ .. ':workers', worker)
+  redis.call('SADD', RQ .. ':workers:' .. args.queue, worker)
+end
 local answers = {}
 for i, entry in ipairs(args.runs) do
   local id, run, prefilled = unpack(entry)

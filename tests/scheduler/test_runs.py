@@ -6,6 +6,7 @@ import pytest
 import redis
 from jobs_kit import answer, assert_idle, new_job
 from rq.job import JobStatus
+from rq.worker import BaseWorker
 
 from scheduler import events
 from scheduler.config import JobsConfig
@@ -15,6 +16,7 @@ from scheduler.reclaim import Reclaimer
 from scheduler.record import Job, NewJob, Result
 from scheduler.runs import Runs
 from scheduler.serializer import pack
+from scheduler.worker import LoopWorker
 
 HOLDER = "prefill:local"
 
@@ -223,6 +225,20 @@ def test_what_is_not_a_job_of_ours_is_never_run(
     assert evil.get_status() == JobStatus.FAILED
     assert jobs.get(ended.id).status == "cancelled"
     assert len(events.read(client, ended.id)) == 3
+
+
+def test_a_late_heartbeat_brings_no_worker_back(
+    client: redis.Redis, redis_url: str, runs: Runs
+) -> None:
+    worker = LoopWorker(redis_url, "prefill")
+    worker.register_birth()  # type: ignore[no-untyped-call]  # RQ has no annotations here
+    worker._renew(runs, [])
+    assert [one.name for one in BaseWorker.all(client)] == [worker.name]
+    assert client.ttl(worker.key) > 600
+    worker.register_death()  # type: ignore[no-untyped-call]  # as above
+    worker._renew(runs, [])
+    assert BaseWorker.all(client) == []
+    assert client.ttl(worker.key) <= 60
 
 
 @pytest.mark.parametrize(
