@@ -1,0 +1,6 @@
+from collections.abc import Sequence
+
+VARIANT: str
+
+def scatter(source: memoryview, into: Sequence[memoryview], seed: int = 0, /) -> int: ...
+def is_resident(memory: memoryview, /) -> bool: ...
