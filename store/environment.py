@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import lmdb
 import msgpack
 
+from store.data_map import DataMap
 from store.errors import MapFull, StoreDamaged, StoreError, StoreFull, StoreStuck
 from store.migrations import MIGRATIONS, migrate
 
@@ -84,6 +85,7 @@ class Environment:
         self.state: Table = env.open_db(b"state")
         self.turn: Table = env.open_db(b"turn")
         self.data_fd = os.open(path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        self.data_map = DataMap(self.data_fd, self.map_pages * self.page_size)
         self._lock_fd = lock_fd
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._begin_since: float | None = None
@@ -161,9 +163,12 @@ class Environment:
         if threading.current_thread() is self._writer:
             raise StoreError("write transactions do not nest")
         self._queue.put(task)
+        suspect: float | None = None
         while not task.done.wait(self.begin_seconds / 4):
             since = self._begin_since
-            stuck = since is not None and time.monotonic() - since > self.begin_seconds
+            late = since is not None and time.monotonic() - since > self.begin_seconds
+            # Seen late twice: where this process itself was stopped, once says nothing.
+            stuck, suspect = late and since == suspect, since if late else None
             if (stuck or not self._writer.is_alive()) and task.claim():
                 raise StoreStuck(
                     f"no write lock within {self.begin_seconds:g} s: another process holds the "
@@ -239,6 +244,7 @@ class Environment:
                 return  # stuck in `begin`: closing under it would crash, the process must end
             self.env.sync(True)
             self.env.close()
+            self.data_map.close()
             os.close(self.data_fd)
         if self._lock_fd >= 0 and not keep_lock and not self._writer.is_alive():
             os.close(self._lock_fd)

@@ -1,10 +1,11 @@
 """Where the payloads of objects lie, and bringing them from there.
 
-A bulk value is read from the data file at the page where it lay when it was last seen: one system
-call fills all buffers, needs no transaction and touches nothing of the map. The page is a hint and
-nothing more. The value's own header comes with it and says whose bytes they are, and the buffers
-are verified after the copy; where anything differs the value is looked up in the map and verified
-again, and only what the map holds is called damage.
+A bulk value is read at the page where it lay when it was last seen, without a transaction: out of
+memory where it lies in the page cache, copied and digested in one pass; from the file otherwise, by
+one system call, since memory that has to be read from disk first comes slowly on some systems. The
+page is a hint and nothing more. The value's own header comes with it and says whose bytes they are,
+and what was copied is verified; where anything differs the value is looked up in LMDB's own map and
+verified again, and only what that holds is called damage.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from store.errors import StoreError
 from store.heads import Heads
 from store.objects import Record
 from store.parts import HEAD, PAGE_HEAD, PART_BYTES, digest_in, part_seed, seal
+from store.scatter import is_resident, scatter
 
 _MOST_BUFFERS = 1000
 """Buffers of one system call; systems allow 1,024."""
-_CAN_SCATTER = hasattr(os, "preadv")
+_CAN_FILL = hasattr(os, "preadv")
 
 
 class Places:
@@ -53,7 +55,7 @@ class Places:
 class _Source:
     """What the parts of one object share: whose they are, where they lie, and their digests."""
 
-    __slots__ = ("blocks", "digests", "fd", "ident", "page_size", "pages", "record")
+    __slots__ = ("blocks", "data", "digests", "fd", "ident", "page_size", "pages", "record")
 
     def __init__(self, blocks: Blocks, ident: bytes, record: Record, pages: list[int]) -> None:
         self.blocks = blocks
@@ -61,6 +63,7 @@ class _Source:
         self.record = record
         self.pages = pages
         self.digests = [0] * len(pages)
+        self.data = blocks.environment.data_map
         self.fd = blocks.environment.data_fd
         self.page_size = blocks.environment.page_size
 
@@ -82,7 +85,7 @@ class _Value:
 
     def bring(self, into: Sequence[memoryview]) -> None:
         source, number = self._source, self._number
-        digest = self._from_file(into)
+        digest = self._hinted(into)
         if digest is None:
             values = source.blocks.values
             with source.blocks.environment.read() as txn:
@@ -92,22 +95,36 @@ class _Value:
         if len(source.digests) == 1:
             source.check()
 
-    def _from_file(self, into: Sequence[memoryview]) -> int | None:
-        """The digest of what was read from the noted page; None where that is not this part."""
+    def _hinted(self, into: Sequence[memoryview]) -> int | None:
+        """The digest of what was copied from the noted page; None where that is not this part."""
         source, number = self._source, self._number
         page = source.pages[number]
-        if not page or not _CAN_SCATTER:
+        if not page:
             return None
-        head = bytearray(HEAD.size)
         offset = page * source.page_size + PAGE_HEAD
-        if not _scatter(source.fd, offset, [head, *into], HEAD.size + self.nbytes):
+        nbytes = HEAD.size + self.nbytes
+        memory = source.data.view(offset, nbytes)
+        if memory is not None and is_resident(memory):
+            head = bytes(memory[: HEAD.size])
+            digest = self._digest_in(head)
+            if digest is None or scatter(memory[HEAD.size :], into, part_seed(head)) != digest:
+                return None
+            return digest
+        read = bytearray(HEAD.size)
+        if not _CAN_FILL or not _read(source.fd, offset, [read, *into], nbytes):
             return None
-        record = source.record
+        digest = self._digest_in(read)
+        if digest is None or digest_of(into, part_seed(read)) != digest:
+            return None
+        return digest
+
+    def _digest_in(self, head: bytes | bytearray) -> int | None:
+        """The digest in a part's header; None where it is the header of something else."""
+        source = self._source
         try:
-            digest = digest_in(head, source.ident, number, record.parts, self.nbytes)
+            return digest_in(head, source.ident, self._number, source.record.parts, self.nbytes)
         except StoreError:
             return None
-        return digest if digest_of(into, part_seed(head)) == digest else None
 
 
 class _Small:
@@ -133,7 +150,7 @@ class _Small:
             raise StoreError(f"block {self._ident.hex()} has other bytes than were saved")
 
 
-def _scatter(fd: int, offset: int, into: Sequence[memoryview | bytearray], nbytes: int) -> bool:
+def _read(fd: int, offset: int, into: Sequence[memoryview | bytearray], nbytes: int) -> bool:
     """Fill all buffers, `nbytes` bytes in all, from a file; False where that does not succeed."""
     try:
         if len(into) <= _MOST_BUFFERS:

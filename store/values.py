@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from store.codec.stored import digest_of
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError
 from store.objects import Prepared, Record
@@ -24,6 +21,7 @@ from store.parts import (
     page_of,
     part_seed,
 )
+from store.scatter import scatter
 
 
 class Values:
@@ -42,13 +40,10 @@ class Values:
         """
         value = self._value(txn, ident, number, record.parts)
         head = bytes(value[: HEAD.size])
-        digest = digest_in(head, ident, number, record.parts, sum(map(len, into)))
-        source = np.frombuffer(value, np.uint8)
-        at = HEAD.size
-        for buffer in into:
-            np.copyto(np.asarray(buffer), source[at : at + len(buffer)])
-            at += len(buffer)
-        if digest_of(into, part_seed(head)) != digest:
+        length = sum(map(len, into))
+        digest = digest_in(head, ident, number, record.parts, length)
+        source = value[HEAD.size : HEAD.size + length]
+        if scatter(source, into, part_seed(head)) != digest:
             raise StoreError(
                 f"{name_of(ident, number, record.parts)} has other bytes than were saved"
             )

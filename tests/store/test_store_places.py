@@ -1,15 +1,15 @@
-"""Restoring from the data file's own offsets: the same bytes, with or without."""
+"""Restoring from where values lie, in memory or in the file: the same bytes, with or without."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from store_damage import flip
 
-from store import heads, places
+from store import heads, places, scatter
 from store.blocks import Blocks
 from store.codec import memory, reference
 from store.codec.layout import Layout
@@ -64,26 +64,27 @@ def restored(store: Store, layout: Layout) -> Any:
 def test_the_same_bytes_whichever_way_they_come(
     saved: tuple[Store, Layout, list[bytes]], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the file, as what lies on disk alone."""
     store, layout, expected = saved
     seen: list[bool] = []
-    scatter, pages = places._scatter, Blocks.pages
+    read = places._read
 
     def noted(fd: int, offset: int, into: Any, nbytes: int) -> bool:
         if way == "refused":
             into[1][:] = bytes(len(into[1]))  # something was read before it went wrong
             return False
-        done = scatter(fd, (1 << 50) if way == "short" else offset, into, nbytes)
+        done = read(fd, (1 << 50) if way == "short" else offset, into, nbytes)
         seen.append(done)
         return done
 
-    def told(self: Blocks, txn: Any, ident: bytes) -> list[int]:
-        return [] if way == "unknown" else [page + 1 for page in pages(self, txn, ident)]
-
-    monkeypatch.setattr(places, "_scatter", noted)
+    monkeypatch.setattr(places, "_read", noted)
+    monkeypatch.setattr(places, "is_resident", lambda memory: False)
     if way == "few buffers":
         monkeypatch.setattr(places, "_MOST_BUFFERS", 4)
-    if way in ("elsewhere", "unknown"):
-        monkeypatch.setattr(Blocks, "pages", told)
+    if way == "elsewhere":
+        noting(monkeypatch, lambda page: page + 1)
+    if way == "unknown":
+        noting(monkeypatch, None)
     if way == "one thread":
         monkeypatch.setattr(memory, "_THREADS", 1)
     monkeypatch.setattr(store.reading, "_places", places.Places(store.blocks))
@@ -102,8 +103,60 @@ def test_the_same_bytes_whichever_way_they_come(
         assert all(seen)
 
 
+@pytest.mark.skipif(not scatter.VARIANT, reason="not built here")
+@pytest.mark.parametrize("way", ["noted", "elsewhere", "unknown", "beyond the end", "one thread"])
+def test_the_same_bytes_out_of_memory(
+    saved: tuple[Store, Layout, list[bytes]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, layout, expected = saved
+    seen: list[int] = []
+    copy = places.scatter
+
+    def noted(source: memoryview, into: Any, seed: int) -> int:
+        seen.append(source.nbytes)
+        return copy(source, into, seed)
+
+    def never(*_: object) -> bool:
+        raise AssertionError("the file was read")
+
+    monkeypatch.setattr(places, "scatter", noted)
+    if way != "beyond the end":
+        monkeypatch.setattr(places, "_read", never)
+    if way == "elsewhere":
+        # One page on: there is memory, and what lies there has another header.
+        noting(monkeypatch, lambda page: page + 1)
+    if way == "beyond the end":
+        # As after a copy that left out what was free: a look there would end the process.
+        noting(monkeypatch, lambda page: 1 << 40)
+    if way == "unknown":
+        noting(monkeypatch, None)
+    if way == "one thread":
+        monkeypatch.setattr(memory, "_THREADS", 1)
+    monkeypatch.setattr(store.reading, "_places", places.Places(store.blocks))
+    assert contents(layout, restored(store, layout)) == expected
+    with store.environment.read() as txn:
+        whole = store.blocks.totals(txn)[2]
+    if way in ("noted", "one thread"):
+        assert sum(seen) == whole
+    else:
+        assert not seen
+        assert contents(layout, restored(store, layout)) == expected
+        assert sum(seen) == whole
+
+
+def noting(monkeypatch: pytest.MonkeyPatch, page: Callable[[int], int] | None) -> None:
+    """Let every value be noted at another page than it lies on, or at none."""
+    pages = Blocks.pages
+
+    def told(self: Blocks, txn: Any, ident: bytes) -> list[int]:
+        return [] if page is None else [page(there) for there in pages(self, txn, ident)]
+
+    monkeypatch.setattr(Blocks, "pages", told)
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
 def test_a_page_that_holds_another_value_by_now_is_not_believed(
-    saved: tuple[Store, Layout, list[bytes]], monkeypatch: pytest.MonkeyPatch
+    saved: tuple[Store, Layout, list[bytes]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hints of two blocks are exchanged: each page holds a whole value, but another's."""
     store, layout, expected = saved
@@ -112,6 +165,8 @@ def test_a_page_that_holds_another_value_by_now_is_not_believed(
         assert state is not None
         line = [ident for ident, _ in store.blocks.line(txn, state.head)]
     pages = Blocks.pages
+    if where == "file":
+        monkeypatch.setattr(places, "is_resident", lambda memory: False)
 
     def exchanged(self: Blocks, txn: Any, ident: bytes) -> list[int]:
         other = {line[2]: line[5], line[5]: line[2]}.get(ident, ident)
@@ -122,9 +177,17 @@ def test_a_page_that_holds_another_value_by_now_is_not_believed(
     assert contents(layout, restored(store, layout)) == expected
 
 
+@pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize("kind", ["rows", "snapshot"])
-def test_damage_is_found_as_ever(saved: tuple[Store, Layout, list[bytes]], kind: str) -> None:
+def test_damage_is_found_as_ever(
+    saved: tuple[Store, Layout, list[bytes]],
+    kind: str,
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store, layout, _ = saved
+    if where == "file":
+        monkeypatch.setattr(places, "is_resident", lambda memory: False)
     with store.environment.read() as txn:
         state = store.states.get(txn, "resp_1")
         assert state is not None
