@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from store.errors import StoreError
 from store.parts import PART_BYTES
 from store.paths import data_dir
+from store.scatter import scatter
 from store.store import Store
 from store.taken import taken
 from store.turns import Turn
@@ -237,12 +238,8 @@ def _gather(rows: list[Piece], snapshot: Piece, tokens: int) -> Any:
 
 def _floor(pieces: list[Piece], *, threads: bool) -> Any:
     """Check all bytes and copy them into fresh MLX arrays, in the store's values, not scattered."""
-    import numpy as np
-    import xxhash
-
     from store.codec import memory
 
-    parts: list[tuple[memoryview, Any]] = []
     values = [
         piece.payload[at : at + PART_BYTES]
         for piece in pieces
@@ -251,17 +248,13 @@ def _floor(pieces: list[Piece], *, threads: bool) -> Any:
     together = 16  # as large as the large ones of a state, whose number costs as well
     groups = [values[at : at + together] for at in range(0, len(values), together)]
     made = memory.allocate(*[sum(value.nbytes for value in group) for group in groups])
+    tasks = []
     for block, group in zip(made, groups, strict=True):
         at = 0
         for value in group:
-            parts.append((value, block.view[at : at + value.nbytes]))
+            into = block.view[at : at + value.nbytes].data
+            tasks.append(partial(scatter, value, [into]))
             at += value.nbytes
-
-    def move(value: memoryview, into: Any) -> None:
-        xxhash.xxh3_64_intdigest(value)
-        np.copyto(into, np.frombuffer(value, np.uint8))
-
-    tasks = [partial(move, value, into) for value, into in parts]
     if threads:
         memory.run_all(tasks, sum(value.nbytes for value in values))
     else:
