@@ -268,6 +268,11 @@ def test_store_disk(tmp_path: Path) -> None:
     told(machine.disk(tmp_path, 1.0, 1e9), "fail", "no longer saved", "free some space")
 
 
+def test_store_copies() -> None:
+    told(machine.copies("portable"), "ok", "one pass", "portable")
+    told(machine.copies(""), "warn", "more slowly", "no C compiler", "xcode-select --install")
+
+
 def test_ulimits() -> None:
     told(machine.limits(100_000), "ok", "100000")
     told(machine.limits(256), "warn", "256 open files")
