@@ -60,7 +60,9 @@ def take(hosts: TwoHosts, began: float) -> Sample:
         for pid in host.pids():
             at = Path(f"/proc/{pid}")
             with contextlib.suppress(OSError, IndexError):
-                memory += int((at / "statm").read_text().split()[1]) * _PAGE
+                # Without what is mapped of files: the store's lies in the page cache, once.
+                _, resident, shared, *_ = (at / "statm").read_text().split()
+                memory += (int(resident) - int(shared)) * _PAGE
                 descriptors += len(os.listdir(at / "fd"))
                 threads += len(os.listdir(at / "task"))
                 processes += 1
