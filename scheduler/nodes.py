@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 
 import redis
 
+from scheduler import scripts
 from scheduler.redis_client import AWAY, connect
 from scheduler.serializer import pack, unpack
 
@@ -186,15 +187,20 @@ class Presence:
                 log.info("presence: Redis is back")
                 away = False
             self._changed.wait(self._ttl / 3)
-        try:
-            # A successor may have taken the name already: its entry stays.
-            value_now = client.get(self._node.key)
-            current = _parse(cast(bytes, value_now)) if value_now else None
-            if current is not None and current.boot == self._node.boot:
-                client.delete(self._node.key)
-        except AWAY:
+        end = time.monotonic() + self._ttl  # by then it has gone by itself
+        while not self._removed(client) and time.monotonic() < end:
             pass
         client.close()
+
+    def _removed(self, client: redis.Redis) -> bool:
+        """Remove the entry, but not a successor's; False where Redis has not answered in time."""
+        try:
+            scripts.call(client, "leave", {"key": self._node.key, "boot": self._node.boot})
+        except redis.TimeoutError:
+            return False
+        except AWAY:
+            pass
+        return True
 
 
 def _parse(value: bytes) -> Node | None:

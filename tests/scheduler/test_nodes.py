@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import redis
 from jobs_kit import eventually
@@ -47,6 +49,26 @@ def test_a_dead_nodes_entry_expires(client: redis.Redis, redis_url: str) -> None
     eventually(lambda: Nodes(client).get("prefill", "m5"), "not registered")
     assert 0 < client.pttl("tandem:node:prefill:m5") <= 30_000
     presence.stop()
+
+
+def test_an_entry_is_removed_though_redis_stalls(client: redis.Redis, redis_url: str) -> None:
+    def tried() -> set[str]:
+        waiting = [one for one in client.client_list() if "b" in one["flags"]]
+        return {one["id"] for one in waiting if one["cmd"].startswith("eval")}
+
+    # Only its owner removes this entry, long after the test.
+    presence = Presence(redis_url, Node("prefill", "m5"), ttl=3000).start()
+    eventually(lambda: Nodes(client).get("prefill", "m5"), "not registered")
+    client.client_pause(600_000, all=False)
+    stopping = threading.Thread(target=presence.stop)
+    try:
+        stopping.start()
+        first = eventually(tried, "it does not try")
+        eventually(lambda: tried() - first, "it does not try again")
+    finally:
+        client.client_unpause()
+    eventually(lambda: Nodes(client).get("prefill", "m5") is None, "it is not removed")
+    stopping.join()
 
 
 def test_a_predecessor_does_not_remove_its_successor(client: redis.Redis, redis_url: str) -> None:
