@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -62,16 +63,25 @@ def main(
 
     def end() -> None:
         linger()
-        forward(signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # only the main thread asks for the child's state
 
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGINT, forward)
-    environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
-    child = subprocess.Popen(command, pass_fds=keep, env=environment)
-    for number in early:
-        child.send_signal(number)
-    watch(end)
-    status = child.wait()
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    with woken, wake:
+        # A wait for the child itself ends only by a signal that comes while this very thread is
+        # inside it; these bytes are there whenever and wherever one came.
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, forward)
+        signal.signal(signal.SIGINT, forward)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
+        child = subprocess.Popen(command, pass_fds=keep, env=environment)
+        for number in early:
+            child.send_signal(number)
+        watch(end)
+        while (status := child.poll()) is None:
+            woken.recv(64)
+        signal.set_wakeup_fd(-1)
     return status if status >= 0 else 128 - status
 
 

@@ -143,3 +143,19 @@ def test_a_signal_before_the_program_runs_reaches_it() -> None:
     )
     with spawn(["-c", script, PROGRAM], None) as keeper:
         assert keeper.wait(90) == 3
+
+
+def test_a_signal_that_another_thread_is_given_is_passed_on() -> None:
+    """As one is that comes between two looks of the main thread: nothing interrupts its wait."""
+    script = (
+        "import signal, sys, threading\n"
+        "from scheduler.host import lifeline\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "sys.exit(lifeline.main([sys.executable, '-c', sys.argv[1]]))\n"
+    )
+    open_again = "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\nprint("
+    with spawn(["-c", script, PROGRAM.replace("print(", open_again)], None) as keeper:
+        assert first_line(keeper) == "running"
+        keeper.terminate()
+        assert keeper.wait(90) == 3
