@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import lmdb
@@ -12,7 +13,7 @@ import pytest
 from made_states import make_turn
 from redis_kit import eventually
 
-from store.environment import Environment
+from store.environment import Environment, _Task
 from store.errors import StoreDamaged, StoreError, StoreStuck
 from store.store import Store
 
@@ -97,6 +98,30 @@ def test_a_stuck_write_lock_is_an_error_not_a_hang(tmp_path: Path) -> None:
     eventually(beats, "the lock is not given up")
     assert ran == []  # given up means never run later
     environment.begin_seconds = 30.0
+    environment.close()
+
+
+def test_a_process_that_was_stopped_is_not_stuck(tmp_path: Path) -> None:
+    looks: list[float | None] = []
+    looked = threading.Event()
+
+    class Stopped(Environment):
+        """As seen by the first look after a stop of the whole process just inside `begin`."""
+
+        @property
+        def _begin_since(self) -> float | None:
+            looks.append(None if looks else -1e9)
+            if len(looks) > 1:
+                looked.set()
+            return looks[-1]
+
+        @_begin_since.setter
+        def _begin_since(self, value: float | None) -> None: ...
+
+    environment = Stopped.open(tmp_path / "store", 64 << 20)
+    environment.begin_seconds = 0.2
+    environment._queue.put(_Task(lambda txn: looked.wait()))  # nobody waits for this one
+    assert environment.write(lambda txn: 7) == 7
     environment.close()
 
 
