@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from store.turns import Turn, unpack_ids
 log = logging.getLogger(__name__)
 MAX_CLIENTS = 64
 IDLE_SECONDS = 600.0
+END_SECONDS = 10.0
+"""Time for the requests that are being answered when the server closes."""
 _PLAIN = (
     "create_conversation",
     "get_conversation",
@@ -80,7 +83,7 @@ class Server:
         self._methods["import_write"] = inlet.write
         self._methods["import_end"] = inlet.end
         self._methods["import_close"] = inlet.close
-        self._clients: set[socket.socket] = set()
+        self._clients: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closing = False
         self._listener = _listen(socket_path)
@@ -108,20 +111,28 @@ class Server:
         self._methods[name] = method
 
     def close(self) -> None:
-        """Stop listening, end all connections and remove the socket file."""
+        """Stop listening, end all connections and remove the socket file.
+
+        Waits up to `END_SECONDS` for requests in flight: they read the store, which is closed next.
+        """
         self._closing = True
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 # close() alone does not wake a thread that is blocked in accept().
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
+        for thread in self._threads:
+            thread.join(5)
         with self._lock:
-            clients = list(self._clients)
+            clients = dict(self._clients)
         for client in clients:
             with contextlib.suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(5)
+        end = time.monotonic() + END_SECONDS
+        for thread in clients.values():
+            thread.join(max(0.0, end - time.monotonic()))
+        if late := sum(thread.is_alive() for thread in clients.values()):
+            log.warning("%d requests to the store are not answered: it closes now", late)
         self._outlet.close_all()
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -144,17 +155,17 @@ class Server:
                 client, _ = listener.accept()
             except OSError:
                 return
+            thread = threading.Thread(
+                target=self._serve, args=(client, secret), name="store-rpc-client", daemon=True
+            )
             with self._lock:
                 full = len(self._clients) >= MAX_CLIENTS
                 if not full:
-                    self._clients.add(client)
+                    self._clients[client] = thread
+                    thread.start()
             if full:
                 log.warning("refused a client: %d are connected", MAX_CLIENTS)
                 client.close()
-                continue
-            threading.Thread(
-                target=self._serve, args=(client, secret), name="store-rpc-client", daemon=True
-            ).start()
 
     def _serve(self, client: socket.socket, secret: bytes | None) -> None:
         try:
@@ -168,7 +179,7 @@ class Server:
                 log.info("a client's connection ended: %s", error)
         finally:
             with self._lock:
-                self._clients.discard(client)
+                self._clients.pop(client, None)
             client.close()
 
     def _answer(self, request: bytes, *, far: bool) -> bytes:

@@ -6,10 +6,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Event, Thread
 
+import msgpack
 import pytest
 from made_states import make_state, make_turn
+from redis_kit import eventually
 
 from store.errors import StoreError, StoreUnavailable
 from store.rpc import StoreClient
@@ -157,3 +159,26 @@ def test_many_threads_share_one_client(server: Server) -> None:
         thread.join()
     assert results == ["conv_a"] * 400
     client.close()
+
+
+def test_closing_waits_for_requests_in_flight(
+    store: Store, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.serving.END_SECONDS", PATIENCE)
+    server = serve(store, short / "store.sock")
+    begun, told = Event(), []
+
+    def slow() -> None:
+        begun.set()
+        eventually(lambda: server._closing, "it is not closed")
+        eventually(lambda: not server._threads[0].is_alive(), "it still accepts")
+        told.append(store.stats()["turns"])
+
+    server.add("slow", slow)
+    with socket.socket(socket.AF_UNIX) as raw:
+        raw.connect(str(server.path))
+        request = msgpack.packb(["slow", {}])
+        raw.sendall(struct.pack(">I", len(request)) + request)
+        assert begun.wait(PATIENCE)
+        server.close()
+        assert told == [0]
