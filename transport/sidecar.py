@@ -14,7 +14,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,17 +58,21 @@ class Sidecar:
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._memory = SharedMemory.create(SLOT * SLOTS)
-        self._hostfile = _hostfile(plan.hosts) if plan.fabric == "ring" else None
-        self._process = subprocess.Popen(
-            [*plan.command, f"rank{plan.rank}", plan.link],  # told for whoever lists processes
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            pass_fds=(self._memory.fd,),
-            env=_environment(plan, self._hostfile),
-            cwd=Path(__file__).parents[1],
-            start_new_session=True,  # a terminal's interrupt is the worker's to handle
-        )
+        hosts = _hosts(plan.hosts) if plan.fabric == "ring" else None
+        try:
+            self._process = subprocess.Popen(
+                [*plan.command, f"rank{plan.rank}", plan.link],  # told for whoever lists processes
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(self._memory.fd, *([] if hosts is None else [hosts])),
+                env=_environment(plan, hosts),
+                cwd=Path(__file__).parents[1],
+                start_new_session=True,  # a terminal's interrupt is the worker's to handle
+            )
+        finally:
+            if hosts is not None:
+                os.close(hosts)
         self._reader = threading.Thread(target=self._read, name="link-child", daemon=True)
         self._reader.start()
         self._form_seconds = form_seconds
@@ -151,9 +154,6 @@ class Sidecar:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._memory.close()
-        if self._hostfile is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._hostfile)
 
     def _broken(self, reason: str) -> LinkError:
         with self._lock:
@@ -192,22 +192,23 @@ def free_port(host: str) -> int:
     raise LinkError(f"no port between {PORTS[0]} and {PORTS[-1]} is free on {host}", "failed")
 
 
-def _hostfile(hosts: tuple[str, str]) -> str:
-    fd, path = tempfile.mkstemp(prefix="tandem-ring-", suffix=".json")
-    with os.fdopen(fd, "w") as file:
-        json.dump([[host] for host in hosts], file)
-    return path
+def _hosts(hosts: tuple[str, str]) -> int:
+    """What the ring reads where the ranks are from: a pipe, which is gone with its last reader."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        json.dump([[host] for host in hosts], file)  # a few bytes, which the pipe holds
+    return reading
 
 
-def _environment(plan: Plan, hostfile: str | None) -> dict[str, str]:
+def _environment(plan: Plan, hosts: int | None) -> dict[str, str]:
     kept = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("MLX_", "JACCL_"))  # a stray setting would differ between hosts
     }
     kept["MLX_RANK"] = str(plan.rank)
-    if hostfile is not None:
-        kept["MLX_HOSTFILE"] = hostfile
+    if hosts is not None:
+        kept["MLX_HOSTFILE"] = f"/dev/fd/{hosts}"
     else:
         kept["MLX_IBV_DEVICES"] = plan.devices
     return kept

@@ -158,14 +158,18 @@ def test_nothing_is_left_after_many_failures(ends: Ends) -> None:
     assert sink.held == 0
 
 
-def test_a_child_does_not_outlive_its_parent() -> None:
+def test_a_child_does_not_outlive_its_parent_nor_does_a_file(tmp_path: Path) -> None:
     code = (
         "import time; from transport.sidecar import *;"
         "hosts = tuple(f'127.0.0.1:{free_port(\"127.0.0.1\")}' for _ in range(2));"
         "s = Sidecar(Plan('ring', 0, 1, bytes(16), hosts), 2.0);"
         "print(s.pid, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", code],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
@@ -175,6 +179,7 @@ def test_a_child_does_not_outlive_its_parent() -> None:
     while Path(f"/proc/{child}").exists() and _state(child) != "Z":
         assert time.monotonic() < limit, "the child is still there"
         time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_held_for_a_child_that_ends_before_it_is_told_anything(
