@@ -105,13 +105,11 @@ class Pair:
         return f"unix://{path}", ""
 
     def _ranks(self) -> list[subprocess.Popen[str]]:
-        from transport.sidecar import free_port
+        from transport.sidecar import ring_address
 
         hosts = Path(self.file).with_name("hosts.json")
-        ports: set[int] = set()
-        while len(ports) < 2:  # two draws may be the same one
-            ports.add(free_port("127.0.0.1"))
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+        first = ring_address("127.0.0.1")
+        hosts.write_text(json.dumps([[first], [ring_address("127.0.0.1", first)]]))
         ranks = [
             self._python("transport.bench_group", MLX_RANK=str(rank), MLX_HOSTFILE=str(hosts))
             for rank in range(2)

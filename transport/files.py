@@ -24,7 +24,7 @@ import msgpack
 from transport import auth, manifest
 from transport.errors import LinkError
 from transport.manifest import CHUNK, Entry
-from transport.wire import Connection
+from transport.wire import Connection, listen
 
 MAX_MESSAGE = 32 << 20
 MAX_CLIENTS = 8
@@ -77,10 +77,7 @@ class FileServer:
         self._busy: dict[str, _Push] = {}
         self._clients: set[Connection] = set()
         self._closing = False
-        try:
-            self._listener = socket.create_server((host, 0), backlog=8)
-        except OSError as error:
-            raise LinkError(f"cannot listen on {host}: {error}", "failed") from None
+        self._listener = listen(host, 0, backlog=8)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="files", daemon=True)
         self._thread.start()
@@ -103,10 +100,7 @@ class FileServer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            try:
-                connection = Connection(sock, DEADLINE)
-            except OSError:  # macOS: who connected has hung up already
-                sock.close()
+            if (connection := Connection.taken(sock, DEADLINE)) is None:
                 continue
             with self._lock:
                 full = len(self._clients) >= MAX_CLIENTS

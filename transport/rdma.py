@@ -16,7 +16,7 @@ from transport.errors import LinkError
 from transport.exchange import Exchange
 from transport.protocol import Form, Formed, Meet, Ping
 from transport.sender import Address, Sender, greet, join
-from transport.sidecar import COMMAND, FORM_SECONDS, Fabric, Plan, Sidecar, free_port
+from transport.sidecar import COMMAND, FORM_SECONDS, Fabric, Plan, Sidecar, ring_address
 from transport.wire import Connection
 
 
@@ -83,7 +83,7 @@ def connect(
 
 def _form(control: Control, plan: Plan, host: str, deadline: float) -> Sidecar:
     """Both children started, the group up on both ends."""
-    own = f"{host}:{free_port(host)}" if plan.fabric == "ring" else ""
+    own = ring_address(host) if plan.fabric == "ring" else ""
     control.send(Form(plan.epoch, plan.nonce, plan.fabric, own))
     meet = control.receive()
     if not isinstance(meet, Meet) or meet.epoch != plan.epoch:

@@ -16,9 +16,9 @@ from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.protocol import Form, Hello
 from transport.session import Session
-from transport.sidecar import COMMAND, Plan, free_port
+from transport.sidecar import COMMAND, Plan, ring_address
 from transport.sink import Lender, Sink
-from transport.wire import Connection
+from transport.wire import Connection, listen
 
 MAX_STRANGERS = 32
 """Connections that may be in their handshake at once; more are closed at accept."""
@@ -66,7 +66,7 @@ class Receiver:
         self._strangers: set[Connection] = set()
         self._closing = False
         hosts = [host] if isinstance(host, str) else list(host)
-        self._listeners = [_listen(name, port) for name in hosts]
+        self._listeners = [listen(name, port, backlog=64) for name in hosts]
         self._wake_read, self._wake_write = socket.socketpair()
         self.addresses: list[tuple[str, int]] = [
             listener.getsockname()[:2] for listener in self._listeners
@@ -108,11 +108,7 @@ class Receiver:
 
     def plan(self, form: Form, sender: str) -> Plan:
         """How this end's child of an rdma link is to be started."""
-        host, own = self.address[0], ""
-        if form.fabric == "ring":
-            own = form.host
-            while own == form.host:  # on one machine the sender may have drawn the same port
-                own = f"{host}:{free_port(host)}"
+        own = ring_address(self.address[0], form.host) if form.fabric == "ring" else ""
         return Plan(
             fabric="ring" if form.fabric == "ring" else "jaccl",
             rank=0,
@@ -145,10 +141,8 @@ class Receiver:
         except OSError:
             time.sleep(0.05)  # out of descriptors: the listener stays readable, so do not spin
             return
-        try:
-            connection = Connection(sock, min(self.deadline, HANDSHAKE_SECONDS))
-        except OSError:  # macOS: who connected has hung up already
-            sock.close()
+        connection = Connection.taken(sock, min(self.deadline, HANDSHAKE_SECONDS))
+        if connection is None:
             return
         with self._lock:
             welcome = len(self._strangers) < MAX_STRANGERS and not self._closing
@@ -216,10 +210,3 @@ def _greet(session: Session, mine: Hello) -> Hello:
     session.control.send(mine)  # also where versions differ: both ends then name both
     versions.compare(mine, theirs)
     return theirs
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=64)
-    except OSError as error:
-        raise LinkError(f"cannot listen on {host}:{port}: {error}", "failed") from None

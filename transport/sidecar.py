@@ -192,6 +192,14 @@ def free_port(host: str) -> int:
     raise LinkError(f"no port between {PORTS[0]} and {PORTS[-1]} is free on {host}", "failed")
 
 
+def ring_address(host: str, other: str = "") -> str:
+    """The "host:port" of a rank of a ring, and not that of the `other` rank: on one machine two draws
+    may be the same one. Raises LinkError as `free_port` does."""
+    while (own := f"{host}:{free_port(host)}") == other:
+        pass
+    return own
+
+
 def _hosts(hosts: tuple[str, str]) -> int:
     """What the ring reads where the ranks are from: a pipe, which is gone with its last reader."""
     reading, writing = os.pipe()

@@ -35,6 +35,15 @@ class Connection:
         except OSError as error:
             raise LinkError(f"cannot reach {address[0]}:{address[1]}: {error}") from None
 
+    @classmethod
+    def taken(cls, sock: socket.socket, deadline: float) -> Connection | None:
+        """Of an accepted socket; None, and the socket closed, where who connected has hung up."""
+        try:
+            return cls(sock, deadline)
+        except OSError:  # macOS says so at once
+            sock.close()
+            return None
+
     def set_deadline(self, deadline: float) -> None:
         """Change how long one wait may take (seconds)."""
         self.deadline = deadline
@@ -116,6 +125,15 @@ class Connection:
     def close(self) -> None:
         """Release the socket; only by its user, when no thread is inside read or write."""
         self._socket.close()
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A listening socket, of any free port where `port` is 0; raises LinkError."""
+    try:
+        return socket.create_server((host, port), backlog=backlog)
+    except OSError as error:
+        where = f"{host}:{port}" if port else host
+        raise LinkError(f"cannot listen on {where}: {error}", "failed") from None
 
 
 def _advance(views: Sequence[memoryview], sent: int) -> list[memoryview]:

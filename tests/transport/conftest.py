@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from ports_kit import own_port
 
-from transport import rdma, receiver, session
+from transport import rdma, receiver, session, sidecar
 from transport.sidecar import Sidecar
 
 FORM_SECONDS = 90.0
@@ -21,5 +21,4 @@ def _time_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rdma, "FORM_SECONDS", FORM_SECONDS)
     for module in (rdma, session):
         monkeypatch.setattr(module, "Sidecar", partial(Sidecar, form_seconds=FORM_SECONDS))
-    for module in (rdma, receiver):
-        monkeypatch.setattr(module, "free_port", lambda host: own_port())
+    monkeypatch.setattr(sidecar, "free_port", lambda host: own_port())

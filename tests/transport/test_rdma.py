@@ -39,7 +39,7 @@ from link_parts import (
 from link_redis import client, redis_socket
 from link_rogues import RogueSender
 
-from transport import rdma
+from transport import rdma, sidecar
 from transport.epochs import Epochs
 from transport.errors import LinkError
 from transport.protocol import Form, Meet
@@ -156,6 +156,13 @@ def test_nothing_is_left_after_many_failures(ends: Ends) -> None:
             sender.close()
             sink.wait_for("abort", "t-1", i + 1)
     assert sink.held == 0
+
+
+def test_two_ranks_never_have_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = iter([20_001, 20_001, 20_001, 20_002])
+    monkeypatch.setattr(sidecar, "free_port", lambda host: next(draws))
+    first = sidecar.ring_address("127.0.0.1")
+    assert sidecar.ring_address("127.0.0.1", first) == "127.0.0.1:20002"
 
 
 def test_a_child_does_not_outlive_its_parent_nor_does_a_file(tmp_path: Path) -> None:
