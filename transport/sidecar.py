@@ -193,8 +193,8 @@ def free_port(host: str) -> int:
 
 
 def ring_address(host: str, other: str = "") -> str:
-    """The "host:port" of a rank of a ring, and not that of the `other` rank: on one machine two draws
-    may be the same one. Raises LinkError as `free_port` does."""
+    """The "host:port" of a rank of a ring, and not that of the `other` rank: on one machine two
+    draws may be the same one. Raises LinkError as `free_port` does."""
     while (own := f"{host}:{free_port(host)}") == other:
         pass
     return own
