@@ -194,7 +194,9 @@ class EventHub:
         try:
             # What is logged before we hear is read below; a server that stays away is found there.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hearing.wait(), LISTEN_WITHIN)
+                # Not by wait_for, which forgets a cancel that comes together with what it awaits.
+                async with asyncio.timeout(LISTEN_WITHIN):
+                    await self._hearing.wait()
             me.behind = True
             while True:
                 if me.behind:
