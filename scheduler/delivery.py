@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from anyio.to_thread import run_sync
 from redis.exceptions import RedisError
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from scheduler import events
 from scheduler.api.backend import Backend
+from scheduler.api.clients import Client
 from scheduler.api.faults import Fault
 from scheduler.api.frames import EventFrames
 from scheduler.api.lane import Lane
@@ -23,45 +23,63 @@ from scheduler.api.lookup import recent_job, stored_job
 from scheduler.api.slices import Slice
 from scheduler.api.stream import LogLost, gone
 from scheduler.api.view import replayed
-from scheduler.record import Job, JobError
+from scheduler.record import Job
+from scheduler.redis_client import AWAY
 
 log = logging.getLogger("tandem.api")
 
 
-async def wait(backend: Backend, response: str, request: Request) -> None:
-    """Return at the response's end; give it up when the client goes away first."""
+RETRIEVED_WITHIN = 600.0
+"""Seconds for which a foreground response goes on whose client was told to retrieve it later."""
+
+
+async def wait(backend: Backend, client: Client, request: Request) -> None:
+    """Return at the end of the response that the client waits for, or when the client has gone."""
 
     async def end() -> None:
-        async for _ in backend.hub.follow(response):
-            pass
+        try:
+            async for _ in backend.hub.follow(client.response):
+                pass
+        except LogLost as error:
+            _keep(backend, client)
+            # It was accepted and may well be running: the client must not send it again by itself.
+            raise Fault(
+                503,
+                f"{client.response} was accepted, but its end cannot be seen ({error}): retrieve "
+                "it later",
+                code="service_unavailable",
+                retry=False,
+            ) from error
+        client.over = True
 
     ending = asyncio.create_task(end())
     leaving = asyncio.create_task(gone(request.receive))
     try:
-        await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.done():
-            await abandon(backend, response)
-        else:
-            ending.result()
-    except LogLost as error:
-        # It was accepted and may well be running: the client must not send it again by itself.
-        raise Fault(
-            503,
-            f"{response} was accepted, but its end cannot be seen ({error}): retrieve it later",
-            code="service_unavailable",
-            retry=False,
-        ) from error
+        with backend.clients.serving(client):
+            await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                ending.result()
     finally:
         for task in (ending, leaving):
             task.cancel()
         await asyncio.gather(ending, leaving, return_exceptions=True)
 
 
-async def abandon(backend: Backend, response: str) -> None:
-    """The client of a foreground request has gone: stop, unless it soon asks for the same again."""
-    log.info("the client of %s has gone", response)
-    with contextlib.suppress(JobError, RedisError):
-        await run_in_threadpool(backend.jobs.abandon, response)
+async def attend(backend: Backend, job: Job) -> Client | None:
+    """Who follows a foreground response waits for it, like whoever began it; None: nobody need."""
+    if job.background or job.ended:
+        return None
+    client = Client(job.id)
+    # Where Redis is away, it is told when the lease is renewed.
+    with contextlib.suppress(RedisError, *AWAY):
+        here = [(client.response, client.name)]
+        await run_sync(backend.jobs.attend, here, limiter=backend.looking)
+    return client
+
+
+def _keep(backend: Backend, client: Client) -> None:
+    """The client has to come back without having failed: that may take it longer."""
+    client.grace = max(RETRIEVED_WITHIN, backend.config.jobs.abandon_seconds)
 
 
 async def look_up(backend: Backend, response: str) -> Job:
@@ -107,13 +125,14 @@ async def follow(
     after: int = -1,
     lane: Lane | None = None,
     say: Callable[[list[T]], bytes] | None = None,
+    client: Client | None = None,
 ) -> AsyncGenerator[list[T], None]:
     """A response's events numbered above `after` as `view` renders them, to the response's end.
 
     All that are there at once; an empty list where nothing has come for a while. Where the log
     cannot be followed to its end, the last event is of type "error". What comes while the caller
     waits and `lane` is free goes there as `say` puts it, and not to the caller; a terminal event
-    never does.
+    never does. `client`: waits for the response, and is told when that is over.
     """
     if not job.events:
         logged = list(enumerate(replayed(job)))
@@ -140,6 +159,8 @@ async def follow(
                     continue
                 ended, last = None, new[-1].seq
                 if events.is_terminal(new[-1].data):
+                    if client is not None:
+                        client.over = True
                     ended = job if job.ended else await look_up(backend, job.id)
                 told = _told(view, new, ended)
                 seq = last
@@ -149,6 +170,8 @@ async def follow(
                     yield told[after - last :]
     except (LogLost, Fault) as error:
         log.warning("the stream of %s ends early: %s", job.id, error)
+        if client is not None:
+            _keep(backend, client)
         lost = {
             "type": "error",
             "code": "service_unavailable",

@@ -6,7 +6,7 @@ Used by the API and the CLI. What workers do to jobs is in `scheduler.runs`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import redis
@@ -47,6 +47,11 @@ CANCELLED_EVENT = {"type": "response.incomplete", "status": "cancelled", "reason
 #: Waiting jobs that a forecast looks at: it is asked for often, and Redis does nothing else then.
 _FORECAST = 250
 
+CLIENT_LEASE = 60.0
+"""Seconds for which a client that is not heard of again counts as waiting."""
+_AT_ONCE = 100
+"""Jobs and clients that one call deals with: Redis does nothing else then."""
+
 _LISTED = [name.encode() for name in LISTED]
 
 #: Seconds for which the record of a job that is not to be stored outlives it, so that its client
@@ -76,9 +81,10 @@ class Jobs:
 
         The same id again is a duplicate: nothing changes. Raises IdempotencyConflict when its
         digest differs, HomeMoved where `home` or `past_home` is not so any more. A foreground
-        request that equals one whose client has gone (see `abandon`) is given that one, under its
-        id. Raises ConversationBusy with `lock` while the conversation has a live turn, QueueFull,
-        and JobError when Redis is out of memory.
+        request that equals one whose clients have all gone (see `abandon`), and that is not being
+        cancelled, is given that one, under its id, and gets it again when it is repeated. Raises
+        ConversationBusy with `lock` while the conversation has a live turn, QueueFull, and
+        JobError when Redis is out of memory.
         """
         if not RESPONSE_ID.match(new.id):
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
@@ -128,6 +134,8 @@ class Jobs:
             "node": new.node,
             "keep_home": KEEP,
             "adopt": not new.background,
+            "client": new.client,
+            "client_lease": CLIENT_LEASE,
             "prompt": fields["prompt_digest"],
             "locked": new.conversation if new.lock and new.conversation else "",
             "stage": new.stage,
@@ -172,12 +180,12 @@ class Jobs:
                     "again when some have begun"
                 )
             case "adopted":
-                return Accepted(detail.decode(), True)
+                return Accepted(detail.decode(), True, new.client)
             case "accepted":
                 self.clock.sample(before, float(detail), time.monotonic())
-                return Accepted(new.id, False)
+                return Accepted(new.id, False, new.client)
             case outcome:
-                return Accepted(new.id, outcome == "duplicate")
+                return Accepted(new.id, outcome == "duplicate", new.client)
 
     def _refuse_long_wait(self, new: NewJob, tokens: int, queue: str) -> None:
         """Interactive jobs are refused rather than left waiting; others are always accepted."""
@@ -187,12 +195,19 @@ class Jobs:
         reused = new.stage == "decode" or new.route.get("extend") == "prefill"
         left = tokens - (new.held_tokens if reused else 0)
         wait = self.predicted_wait(left, owner=new.owner, priority=new.priority, queue=queue)
-        if wait > limit and not self.client.exists(f"tandem:job:{new.id}"):
+        if wait > limit and not self.known(new.id):
             raise QueueFull(
                 f"the predicted wait is {wait:.0f} s and {limit:g} s are allowed: "
                 "try again later, or send it with background=true",
                 retry_after=wait - limit,
             )
+
+    def known(self, resp: str) -> bool:
+        """Whether a request with this id was accepted, and its job is still kept."""
+        if self.client.exists(f"tandem:job:{resp}"):
+            return True
+        found = cast("bytes | None", self.client.get(f"tandem:adopted:{resp}"))
+        return found is not None and bool(self.client.exists(f"tandem:job:{found.decode()}"))
 
     def get(self, resp: str, *, prompt: bool = False) -> Job:
         """The present record, with the prompt's token ids on request. Raises JobNotFound."""
@@ -216,17 +231,23 @@ class Jobs:
         "cancelled" at once where nothing runs. A running one keeps its status until its worker
         acts, at the next chunk or step; one that has ended stays as it is. Raises JobNotFound.
         """
-        args = {
-            "id": resp,
+        return self._stop("cancel", resp)
+
+    def _stop(self, script: str, resp: str, **args: Any) -> Status:
+        status = scripts.call(self.client, script, {"id": resp, **self._last_words, **args})
+        if not status:
+            raise JobNotFound(f"no job {resp}: check the id")
+        return cast(Status, status.decode())
+
+    @property
+    def _last_words(self) -> dict[str, Any]:
+        """What a script needs to cancel jobs."""
+        return {
             "iso": shadow.iso_now(),
             "cancelled": [pack(CANCELLED_EVENT)],
             "keep": int(self.settings.result_days * 86_400),
             "shadow_ttl": shadow.ttl(self.settings.result_days),
         }
-        status = scripts.call(self.client, "cancel", args).decode()
-        if not status:
-            raise JobNotFound(f"no job {resp}: check the id")
-        return cast(Status, status)
 
     def note(self, resp: str, name: str, piece: bytes) -> None:
         """Add packed notes to the record of an ended job, where there still is one."""
@@ -240,21 +261,39 @@ class Jobs:
                 pipe.expire(key, BRIEF)
             pipe.execute()
 
-    def abandon(self, resp: str, grace: float | None = None) -> Status:
-        """A client of a foreground job has gone; returns the job's status.
+    def attend(self, clients: Sequence[tuple[str, str]]) -> None:
+        """Clients wait, or still wait, for jobs: pairs of a job's id and a client.
 
-        When all have, it is cancelled after `grace` seconds (jobs.abandon_seconds by default)
+        Each counts for CLIENT_LEASE seconds more. Background jobs wait for nobody, and one that is
+        being cancelled is not kept.
+        """
+        for begin in range(0, len(clients), _AT_ONCE):
+            args = {"clients": clients[begin : begin + _AT_ONCE], "client_lease": CLIENT_LEASE}
+            scripts.call(self.client, "attend", args)
+
+    def abandon(self, resp: str, client: str = "", grace: float | None = None) -> Status:
+        """A client waits no longer for a foreground job; returns the job's status.
+
+        When none does, it is cancelled after `grace` seconds (jobs.abandon_seconds by default)
         unless the same request comes again: clients that time out send it again, and must not
-        begin anew.
+        begin anew. May be said twice. Raises JobNotFound.
         """
         seconds = self.settings.abandon_seconds if grace is None else grace
-        args = {"id": resp, "grace": max(0.0, seconds)}
-        status, left = scripts.call(self.client, "abandon", args)
-        if not status:
-            raise JobNotFound(f"no job {resp}: check the id")
-        if left and seconds <= 0:
-            return self.cancel(resp)
-        return cast(Status, status.decode())
+        return self._stop("abandon", resp, client=client, grace=max(0.0, seconds))
+
+    def give_up(self) -> tuple[int, int]:
+        """Cancel the jobs that all clients have left for long enough.
+
+        Returns of how many the clients were found to be silent, and how many were cancelled.
+        """
+        args = {**self._last_words, "grace": self.settings.abandon_seconds, "most": _AT_ONCE}
+        silent = cancelled = 0
+        more = True
+        while more:
+            found = scripts.call(self.client, "give_up", args)
+            silent, cancelled = silent + found[0], cancelled + found[1]
+            more = max(found) == _AT_ONCE
+        return silent, cancelled
 
     def list(
         self, states: Iterable[Status] | None = None, limit: int = 50, owner: str | None = None

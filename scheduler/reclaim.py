@@ -7,7 +7,6 @@ vanished is put back into its queue.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -89,12 +88,8 @@ class Reclaimer:
         if not self._steady():
             return report
         now = seconds + micros / 1e6
-        for member in self._client.zrangebyscore("tandem:abandoned", 0, f"{now:.6f}"):
-            resp = cast(bytes, member).decode()
-            self._client.zrem("tandem:abandoned", resp)
-            with contextlib.suppress(JobNotFound):
-                self._jobs.cancel(resp)
-                report["abandoned"] += 1
+        silent, cancelled = self._jobs.give_up()
+        report += Counter(silent=silent, abandoned=cancelled)
         for resp in self._leased(now):
             report[self._reclaim(resp, dead=False)] += 1
         return report

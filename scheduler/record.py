@@ -133,6 +133,7 @@ class NewJob:
     `home`: what the conversation's pointer said when `node` was chosen (`scheduler.homes`), "" for
     nothing; None, without looking, where there is one decode node. `past`: the conversation that
     `previous` is a turn of, where that is another one; `past_home`: as `home`, of that one.
+    `client`: names the connection that waits for a foreground job (`Jobs.abandon`).
     """
 
     id: str
@@ -150,6 +151,7 @@ class NewJob:
     priority: Priority = "normal"
     deadline: float | None = None
     digest: str = ""
+    client: str = ""
     ledger: bytes = b""
     owner_waiting: int = 0
     home: str | None = None
@@ -164,10 +166,11 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """`duplicate`: the job existed already and nothing was changed."""
+    """`duplicate`: the job existed already and nothing was changed. `client`: waits for it."""
 
     id: str
     duplicate: bool
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)

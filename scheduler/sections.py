@@ -245,7 +245,8 @@ class JobsConfig(Section):
     result_days: Annotated[float, Field(gt=0, le=3650)] = 7.0
     drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 20.0
     abandon_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
-        30.0, description="a foreground job whose client has gone is cancelled after this long"
+        30.0,
+        description="a foreground job whose clients have all gone is cancelled after this long",
     )
     max_waiting: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
         10_000, description="jobs that may wait in one queue; more are refused with 429"

@@ -74,6 +74,7 @@ def create_app(config: Config) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         app.state.turns = Turns()
         backend.hub.start()
+        backend.clients.start()
         driver.start()
         # What is loaded by now stays: a full collection that walks it would hold up every stream.
         gc.collect()
@@ -82,6 +83,7 @@ def create_app(config: Config) -> FastAPI:
         sys.setswitchinterval(SWITCH_SECONDS)
         yield
         await run_in_threadpool(driver.stop)
+        await run_in_threadpool(backend.clients.close)
         await backend.close()
 
     app = FastAPI(

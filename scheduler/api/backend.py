@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 
 from scheduler import events
 from scheduler.api.caller import current
+from scheduler.api.clients import Clients
 from scheduler.api.faults import Fault, unavailable
 from scheduler.api.pictures import Pictures
 from scheduler.api.preamble import Preambles
@@ -61,6 +62,7 @@ class Backend:
         self.probe = connect(config.redis_url_of("api"), timeout=2.0, patience=0)
         """Asks only whether Redis is there, and does not wait for it."""
         self.jobs = Jobs(self.redis, config.jobs)
+        self.clients = Clients(self.jobs)
         self.nodes = Nodes(self.redis)
         days = config.jobs.result_days
         self.threads = Threads(self.redis, config.model_name, days * 86_400)

@@ -19,6 +19,7 @@ from scheduler.api import chat_stored
 from scheduler.api.backend import Backend
 from scheduler.api.bodies import BodyRoute, in_turn
 from scheduler.api.chat_requests import ChatRequest, to_response_request
+from scheduler.api.clients import Client
 from scheduler.api.faults import Fault
 from scheduler.api.frames import Spliced, encode
 from scheduler.api.intake import accept
@@ -27,7 +28,7 @@ from scheduler.api.lookup import find_job
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, response_object
-from scheduler.delivery import abandon, follow, look_up, wait
+from scheduler.delivery import follow, look_up, wait
 from scheduler.record import Accepted, Job
 
 _TEXT_DELTA = "response.output_text.delta"
@@ -55,16 +56,17 @@ def router(backend: Backend) -> APIRouter:
         except Fault as fault:
             raise _renamed(fault) from fault
         headers = {"x-request-id": accepted.id}
+        client = Client(accepted.id, accepted.client)
         if body.stream:
             usage = bool(body.stream_options and body.stream_options.include_usage)
             lane = Lane()
             return EventStream(
-                _chunks(backend, accepted.id, usage, lane),
-                on_gone=lambda: abandon(backend, accepted.id),
+                _chunks(backend, client, usage, lane),
+                during=backend.clients.serving(client),
                 headers=headers,
                 lane=lane,
             )
-        await wait(backend, accepted.id, request)
+        await wait(backend, client, request)
         job = await run_in_threadpool(find_job, backend, accepted.id)
         made = response_object(job)
         if made["status"] == "failed":
@@ -144,12 +146,12 @@ def usage(made: dict[str, Any]) -> dict[str, Any] | None:
 
 
 async def _chunks(
-    backend: Backend, response: str, include_usage: bool, lane: Lane
+    backend: Backend, client: Client, include_usage: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent chat.completion.chunk objects; empty ones while nothing else comes."""
-    job = await look_up(backend, response)
+    job = await look_up(backend, client.response)
     chunks = _Chunks(job, include_usage)
-    batches = follow(backend, job, chunks, lane=lane, say=b"".join)
+    batches = follow(backend, job, chunks, lane=lane, say=b"".join, client=client)
     async with contextlib.aclosing(batches):
         async for new in batches:
             if told := b"".join(new) if new else chunks.alive():

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from scheduler.api.backend import Backend
 from scheduler.api.bodies import in_turn
+from scheduler.api.clients import Client
 from scheduler.api.faults import Fault, bad
 from scheduler.api.intake import accept
 from scheduler.api.items import new_id
@@ -77,7 +78,7 @@ def add_to(routes: APIRouter, backend: Backend) -> None:
             return _user_messages(backend, wanted, past), accept(backend, wanted)
 
         users, accepted = await in_turn(request, accepting)
-        await wait(backend, accepted.id, request)
+        await wait(backend, Client(accepted.id, accepted.client), request)
         made = response_object(await run_in_threadpool(find_job, backend, accepted.id))
         if made["status"] not in ("completed", "incomplete"):
             error = made["error"] or {"message": "the summary was cancelled", "code": "cancelled"}

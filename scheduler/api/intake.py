@@ -15,6 +15,7 @@ from scheduler.api import heads, sessions
 from scheduler.api.backend import Backend
 from scheduler.api.bodies import shortened
 from scheduler.api.caller import current
+from scheduler.api.clients import new_client
 from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage, find_lineage
 from scheduler.api.placement import find_place, priority_of
@@ -32,7 +33,6 @@ from scheduler.record import (
     ConversationBusy,
     HomeMoved,
     IdempotencyConflict,
-    JobNotFound,
     NewJob,
     QueueFull,
     response_id,
@@ -63,8 +63,13 @@ def accept(
     owner = owner_of(body)
     with notes.stage("check"):
         digest = _digest(body)
-    if key is not None and (known := _known(backend, response_id(owner, key), model, digest)):
-        return known
+    background = bool(body.background)
+    client = "" if background else new_client()
+    if key is not None and backend.jobs.known(resp := response_id(owner, key)):
+        return _submit(
+            backend,
+            NewJob(resp, model, {}, [0], digest=digest, background=background, client=client),
+        )
     items = items_of(resolved(backend, body.input))
     _refuse_empty(body, items, waiting=body.conversation_id is not None)
     with notes.stage("pictures"):
@@ -92,6 +97,7 @@ def accept(
             id=response_id(owner, key),
             owner=owner,
             digest=digest,
+            client=client,
             owner_waiting=caller.max_waiting,
             ledger=_noted(backend, notes),
             **fields,
@@ -233,15 +239,6 @@ def _submit(backend: Backend, job: NewJob) -> Accepted:
         raise Fault(409, str(error), code="idempotency_conflict", retry=False) from error
     except QueueFull as error:
         raise Fault(429, str(error), code="queue_full", after=error.retry_after) from error
-
-
-def _known(backend: Backend, response: str, model: str, digest: str) -> Accepted | None:
-    """The job that this idempotency key named before, or None."""
-    try:
-        backend.jobs.get(response)
-    except JobNotFound:
-        return None
-    return _submit(backend, NewJob(response, model, {}, [0], digest=digest))
 
 
 def _still_head(backend: Backend, lineage: Lineage, response: str) -> bool:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from scheduler import events
 from scheduler.api.backend import Backend
 from scheduler.api.bodies import BodyRoute, in_turn
+from scheduler.api.clients import Client
 from scheduler.api.faults import ANTHROPIC, Fault
 from scheduler.api.frames import frame
 from scheduler.api.intake import accept, count_tokens
@@ -25,7 +26,7 @@ from scheduler.api.message_requests import CountRequest, MessagesRequest, to_res
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import EventView, facts, response_object
-from scheduler.delivery import abandon, follow, look_up, wait
+from scheduler.delivery import follow, look_up, wait
 from scheduler.record import Accepted, Job
 
 _PING = frame({"type": "ping"})
@@ -48,17 +49,18 @@ def router(backend: Backend) -> APIRouter:
 
         accepted = await in_turn(request, accepting)
         headers = {"request-id": accepted.id}
+        client = Client(accepted.id, accepted.client)
         stops = body.stop_sequences or []
         shown = body.thinking is None or body.thinking.display != "omitted"
         if body.stream:
             lane = Lane()
             return EventStream(
-                _events(backend, accepted.id, stops, shown, lane),
-                on_gone=lambda: abandon(backend, accepted.id),
+                _events(backend, client, stops, shown, lane),
+                during=backend.clients.serving(client),
                 headers=headers,
                 lane=lane,
             )
-        await wait(backend, accepted.id, request)
+        await wait(backend, client, request)
         job = await run_in_threadpool(find_job, backend, accepted.id)
         if job.status == "failed":
             made = response_object(job)
@@ -156,17 +158,17 @@ def _stop(backend: Backend, job: Job, stops: Sequence[str]) -> tuple[str, str | 
 
 
 async def _events(
-    backend: Backend, response: str, stops: Sequence[str], shown: bool, lane: Lane
+    backend: Backend, client: Client, stops: Sequence[str], shown: bool, lane: Lane
 ) -> AsyncGenerator[bytes, None]:
     """Anthropic's server-sent events; pings while nothing else comes."""
-    job = await look_up(backend, response)
+    job = await look_up(backend, client.response)
     yield frame({"type": "message_start", "message": _message(job)}) + _PING
     blocks = _Blocks(shown)
 
     def say(new: Sequence[dict[str, Any]]) -> bytes:
         return b"".join(frame(block) for event in new for block in blocks.tell(event))
 
-    batches = follow(backend, job, EventView(job), lane=lane, say=say)
+    batches = follow(backend, job, EventView(job), lane=lane, say=say, client=client)
     async with contextlib.aclosing(batches):
         async for new in batches:
             told = [] if new else [_PING]
@@ -174,7 +176,7 @@ async def _events(
                 kind = event["type"]
                 if kind in ("response.completed", "response.incomplete"):
                     told += map(frame, blocks.close())
-                    ended = await look_up(backend, response)
+                    ended = await look_up(backend, client.response)
                     reason, stop = await run_in_threadpool(_stop, backend, ended, stops)
                     delta = {"stop_reason": reason, "stop_sequence": stop}
                     last = {"type": "message_delta", "delta": delta, "usage": _usage(ended)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
@@ -15,6 +15,7 @@ from scheduler.api import compaction, explained
 from scheduler.api.backend import Backend
 from scheduler.api.bodies import BodyRoute, in_turn
 from scheduler.api.caller import current
+from scheduler.api.clients import Client
 from scheduler.api.faults import Fault, bad
 from scheduler.api.frames import COMMENT, EventFrames, frame
 from scheduler.api.intake import accept, count_tokens
@@ -24,7 +25,7 @@ from scheduler.api.schema import ResponseRequest
 from scheduler.api.sessions import session_of
 from scheduler.api.stream import EventStream
 from scheduler.api.view import response_object
-from scheduler.delivery import abandon, follow, look_up, wait
+from scheduler.delivery import attend, follow, look_up, wait
 from scheduler.record import LIVE, Job
 
 ResponseId = Annotated[str, Path(max_length=256)]
@@ -46,12 +47,10 @@ def router(backend: Backend) -> APIRouter:
         accepted = await in_turn(request, accept, backend, body, idempotency_key, session=session)
         headers = {"x-request-id": accepted.id}
         if body.stream:
-            stop = None if body.background else (lambda: abandon(backend, accepted.id))
-            lane = Lane()
-            frames = _frames(backend, accepted.id, lane)
-            return EventStream(frames, on_gone=stop, headers=headers, lane=lane)
+            client = None if body.background else Client(accepted.id, accepted.client)
+            return _stream(backend, accepted.id, client, headers=headers)
         if not body.background:
-            await wait(backend, accepted.id, request)
+            await wait(backend, Client(accepted.id, accepted.client), request)
         return JSONResponse(await _object(backend, accepted.id), headers=headers)
 
     @routes.get("")
@@ -82,8 +81,8 @@ def router(backend: Backend) -> APIRouter:
         starting_after: Annotated[int, Query(ge=-1)] = -1,
     ) -> Response:
         if stream:
-            job, lane = await look_up(backend, response_id), Lane()
-            return EventStream(_frames(backend, job.id, lane, starting_after, job), lane=lane)
+            job = await look_up(backend, response_id)
+            return _stream(backend, job.id, await attend(backend, job), starting_after, job)
         return JSONResponse(await _object(backend, response_id))
 
     @routes.post("/{response_id}/cancel")
@@ -144,8 +143,28 @@ async def _object(backend: Backend, response: str) -> dict[str, Any]:
     return await run_in_threadpool(look)
 
 
+def _stream(
+    backend: Backend,
+    response: str,
+    client: Client | None,
+    after: int = -1,
+    job: Job | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> EventStream:
+    """The events above `after`, for a client that may wait for the response's end."""
+    lane = Lane()
+    frames = _frames(backend, response, lane, client, after, job)
+    during = backend.clients.serving(client) if client is not None else None
+    return EventStream(frames, during=during, headers=headers, lane=lane)
+
+
 async def _frames(
-    backend: Backend, response: str, lane: Lane, after: int = -1, job: Job | None = None
+    backend: Backend,
+    response: str,
+    lane: Lane,
+    client: Client | None,
+    after: int,
+    job: Job | None,
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events; while nothing comes, how far the response is.
 
@@ -161,7 +180,8 @@ async def _frames(
         return b"".join(new)
 
     view = EventFrames(job)
-    async with contextlib.aclosing(follow(backend, job, view, after, lane, say)) as batches:
+    batches = follow(backend, job, view, after, lane, say, client)
+    async with contextlib.aclosing(batches):
         async for new in batches:
             if new:
                 yield say(new)

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager
 
 import msgpack
 import redis.asyncio
@@ -369,21 +370,21 @@ WIRE = "tandem.wire"
 class EventStream(Response):
     """An answer that sends chunks as they come and notices when the client has gone.
 
-    `on_gone` is called once when the client leaves before the end. `lane`: leads to the client
-    while it is served, for who makes `chunks`.
+    `during` is entered while the client is served, and left however that ends. `lane`: leads to
+    the client while it is served, for who makes `chunks`.
     """
 
     def __init__(
         self,
         chunks: AsyncGenerator[bytes, None],
         *,
-        on_gone: Callable[[], Awaitable[None]] | None = None,
+        during: AbstractContextManager[None] | None = None,
         headers: Mapping[str, str] | None = None,
         lane: Lane | None = None,
     ) -> None:
         self._chunks = chunks
         self._lane = lane or Lane()
-        self._on_gone = on_gone
+        self._during = during or contextlib.nullcontext()
         self.status_code = 200
         self.background = None
         # Proxies must neither keep nor gather events.
@@ -392,21 +393,21 @@ class EventStream(Response):
         self.init_headers({**fixed, **(headers or {})})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        # What stands between looks at how an answer begins: every further piece passes it by.
-        sending = asyncio.create_task(self._send(scope.get(DIRECT, send), scope.get(WIRE)))
-        leaving = asyncio.create_task(gone(receive))
+        tasks: set[asyncio.Task[None]] = set()
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-            elif self._on_gone is not None:
-                await self._on_gone()
+            with self._during:
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
+                # What stands between looks at how an answer begins: the rest passes it by.
+                sending = asyncio.create_task(self._send(scope.get(DIRECT, send), scope.get(WIRE)))
+                tasks = {sending, asyncio.create_task(gone(receive))}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
         finally:
-            for task in (sending, leaving):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._lane.close()
 
     async def _send(self, send: Send, wire: Wire | None) -> None:

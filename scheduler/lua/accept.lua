@@ -1,24 +1,29 @@
 -- Accept a job: record, prompt, first events, RQ job; or say why not. ARGV[2]: token ids.
 -- Returns {outcome, detail}; for "accepted" the detail is the time.
 local key = record(args.id)
-local status, digest = unpack(redis.call('HMGET', key, 'status', 'digest'))
+local found = args.id
+local status, digest, cancel = unpack(redis.call('HMGET', key, 'status', 'digest', 'cancel'))
+if not status then
+  -- Sent before, and given the job of an equal request.
+  found = redis.call('GET', 'tandem:adopted:' .. args.id)
+  if found then
+    status, digest, cancel = unpack(redis.call('HMGET', record(found), 'status', 'digest', 'cancel'))
+  end
+end
 if status then
   if args.digest ~= '' and digest ~= args.digest then return {'conflict', ''} end
   -- Whoever sends it again is there again, perhaps before it is known that they had gone.
-  if args.adopt and not TERMINAL[status] then
-    redis.call('ZREM', 'tandem:abandoned', args.id)
-    redis.call('HINCRBY', key, 'waiting', 1)
-  end
-  return {'duplicate', ''}
+  if args.adopt and not TERMINAL[status] and cancel ~= '1' then attend(found, args.client) end
+  return {found == args.id and 'duplicate' or 'adopted', found}
 end
 if args.adopt and args.digest ~= '' then
   -- The same request as one whose client has gone: it goes on, for this client.
   local name = 'tandem:twin:' .. args.owner .. ':' .. args.digest
   local twin = redis.call('GET', name)
-  local state = twin and redis.call('HGET', record(twin), 'status')
-  if state and not TERMINAL[state] and redis.call('ZREM', 'tandem:abandoned', twin) == 1 then
+  if twin and redis.call('ZSCORE', 'tandem:abandoned', twin) and redis.call('EXISTS', record(twin)) == 1 then
     redis.call('DEL', name)
-    redis.call('HINCRBY', record(twin), 'waiting', 1)
+    redis.call('SET', 'tandem:adopted:' .. args.id, twin, 'EX', args.keep)
+    attend(twin, args.client)
     return {'adopted', twin}
   end
 end
@@ -59,8 +64,8 @@ end
 
 redis.call('SET', 'tandem:prompt:' .. args.id, ARGV[2])
 redis.call('HSET', key, unpack(args.fields))
-redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0,
-  'waiting', args.adopt and 1 or 0)
+redis.call('HSET', key, 'created_at', stamp(NOW), 'run', '', 'attempts', 0)
+if args.adopt then attend(args.id, args.client) end
 -- Tokens of this very prompt that a worker keeps from a run that was cancelled.
 local holder, tokens = unpack(redis.call('HMGET', 'tandem:parked:' .. args.prompt, 'by', 'tokens'))
 if holder then redis.call('HSET', key, 'parked_by', holder, 'parked_tokens', tokens) end

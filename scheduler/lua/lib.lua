@@ -143,7 +143,9 @@ local function finish(id, status, events, fields)
     if at ~= '' then redis.call('SREM', 'tandem:at:' .. at, id) end
   end
   redis.call('ZREM', 'tandem:leases', id)
+  redis.call('ZREM', 'tandem:attended', id)
   redis.call('ZREM', 'tandem:abandoned', id)
+  redis.call('DEL', 'tandem:waiting:' .. id)
   unpromise(id)
   -- Of a job that is not to be stored nothing is left once its client has its answer.
   local brief = redis.call('HGET', key, 'brief')
@@ -157,6 +159,54 @@ local function finish(id, status, events, fields)
   redis.call('EXPIRE', 'tandem:events:' .. id, keep)
   redis.call('EXPIRE', 'tandem:prompt:' .. id, math.min(keep, PROMPT_KEEP))
   redis.call('ZREMRANGEBYSCORE', 'tandem:jobs:' .. status, 0, stamp(NOW - args.keep))
+end
+
+-- Cancel a job: at once where nothing runs, otherwise by telling whoever runs it.
+-- Returns the status after that, or '' where there is no such job.
+local function call_off(id)
+  redis.call('ZREM', 'tandem:attended', id)
+  redis.call('ZREM', 'tandem:abandoned', id)
+  local status, stage, queue, run = unpack(redis.call('HMGET', record(id), 'status', 'stage', 'queue', 'run'))
+  if not status then return '' end
+  if TERMINAL[status] then return status end
+  if run == '' then
+    redis.call('LREM', RQ .. ':queue:' .. queue, 0, shadow_id(id, stage))
+    unindex(id, queue)
+    close(id, stage, queue, 'canceled', args.shadow_ttl)
+    finish(id, 'cancelled', args.cancelled, {'reason', 'cancelled', 'cancel', '1'})
+    status = 'cancelled'
+  else
+    redis.call('HSET', record(id), 'cancel', '1')
+  end
+  redis.call('PUBLISH', 'tandem:cancel', id)
+  return status
+end
+
+-- Who waits for a foreground job is in `tandem:waiting:ID` to the end of its lease. The job is in
+-- `tandem:attended` to the end of the last of them; when nobody waits any more, it is in
+-- `tandem:abandoned` instead, until it is called off. One that is to be cancelled is in neither.
+
+-- A client waits for a live job; '' is one that nobody will say of whether it still does.
+local function attend(id, client)
+  redis.call('ZREM', 'tandem:abandoned', id)
+  if client == '' then return end
+  redis.call('ZADD', 'tandem:waiting:' .. id, stamp(NOW + args.client_lease), client)
+  redis.call('ZADD', 'tandem:attended', stamp(NOW + args.client_lease), id)
+end
+
+-- Nobody waits for a job any more: it is called off after a grace, unless it is asked for before.
+-- Doing so again changes nothing. Returns as call_off.
+local function forsake(id, grace)
+  redis.call('ZREM', 'tandem:attended', id)
+  redis.call('DEL', 'tandem:waiting:' .. id)
+  local status, cancel, owner, digest = unpack(redis.call('HMGET', record(id), 'status', 'cancel', 'owner', 'digest'))
+  if not status then return '' end
+  if TERMINAL[status] or cancel == '1' then return status end
+  if grace <= 0 then return call_off(id) end
+  if redis.call('ZADD', 'tandem:abandoned', 'NX', stamp(NOW + grace), id) == 1 and digest ~= '' then
+    redis.call('SET', 'tandem:twin:' .. owner .. ':' .. digest, id, 'EX', math.ceil(grace))
+  end
+  return status
 end
 
 -- nil where `run` is the record's live execution, otherwise why it is not: done | lost.

@@ -118,6 +118,7 @@ def assert_idle(client: redis.Redis) -> None:
         key: kind
         for pattern in (
             "tandem:leases", "tandem:promised:*", "tandem:abandoned", "tandem:turn:*",
+            "tandem:attended", "tandem:waiting:*",
             "tandem:size:*", "tandem:due:*", "tandem:own*", "rq:wip:*", "rq:queue:*",
             "rq:execution:*", "rq:executions:*", "rq:worker:*:executions",
         )

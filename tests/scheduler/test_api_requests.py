@@ -291,6 +291,43 @@ def test_the_same_request_goes_on_where_its_client_left(redis_url: str) -> None:
         assert len(jobs(stack).list()) == 1
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_reader_of_a_foreground_response_waits_for_it_too(stack: Stack, stays: bool) -> None:
+    stack.workers.may_finish.clear()
+    waiting = jobs(stack).client.zcard
+    raw = json.dumps({"input": "Hi"}).encode()
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
+    with socket.create_connection(("127.0.0.1", stack.port)) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
+        assert stack.workers.halfway.wait(60)
+        (job,) = jobs(stack).list(LIVE)
+        address = f"{stack.url}/v1/responses/{job.id}"
+        reader = httpx.stream("GET", address, params={"stream": "true"}, timeout=120)
+        with reader as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: response.created"
+            assert waiting(f"tandem:waiting:{job.id}") == 2
+            connection.close()
+            eventually(lambda: waiting(f"tandem:waiting:{job.id}") == 1, "it is not missed")
+            if stays:
+                stack.workers.open()
+                assert "event: response.completed" in list(lines)
+    end = "completed" if stays else "cancelled"
+    eventually(lambda: jobs(stack).list([end]), "the job goes on")
+    assert not jobs(stack).client.exists("tandem:attended")
+
+
+def test_clients_of_an_api_that_stops_are_missed_at_once(stack: Stack) -> None:
+    stack.workers.may_prefill.clear()
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(post, stack, {"input": "Hi"})
+        eventually(lambda: jobs(stack).client.exists("tandem:attended"), "no client")
+        stack.stop_api()
+        eventually(lambda: jobs(stack).list(["cancelled"]), "the job goes on")
+        with pytest.raises(httpx.HTTPError):
+            asked.result(120).raise_for_status()
+
+
 def test_a_client_that_leaves_does_not_stop_background_work(stack: Stack) -> None:
     stack.workers.may_finish.clear()
     body = {"input": "Hi", "stream": True, "background": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_same_request_attaches_to_the_abandoned_run(client: redis.Redis, job
     assert (accepted.id, accepted.duplicate) == (first.id, True)
     assert not client.exists("tandem:abandoned")
     with pytest.raises(ConversationBusy):
-        jobs.accept(again)
+        jobs.accept(new_job(owner="ada", digest="d", conversation="conv_a", lock=True))
     jobs.cancel(first.id)
     assert_idle(client)
 
@@ -57,17 +58,18 @@ def test_a_submission_repeated_by_its_key_is_not_given_up(client: redis.Redis, j
 def test_a_client_that_goes_gives_nothing_up_for_another(client: redis.Redis, grace: int) -> None:
     """That a connection has ended may be noticed after its request came again by its key."""
     jobs = Jobs(client, JobsConfig(abandon_seconds=grace))
-    new = new_job(digest="d")
+    new = new_job(digest="d", client="one")
     jobs.accept(new)
-    jobs.accept(new)
-    assert jobs.abandon(new.id) == "queued"
+    jobs.accept(replace(new, client="two"))
+    assert jobs.abandon(new.id, "one") == "queued"
     assert not client.exists("tandem:abandoned")
-    jobs.accept(new)
-    assert jobs.abandon(new.id) == "queued"
-    assert jobs.abandon(new.id) == ("queued" if grace else "cancelled")
+    jobs.accept(replace(new, client="three"))
+    assert jobs.abandon(new.id, "two") == "queued"
+    assert not client.exists("tandem:abandoned")
+    assert jobs.abandon(new.id, "three") == ("queued" if grace else "cancelled")
     assert client.zcard("tandem:abandoned") == (1 if grace else 0)
-    jobs.abandon(new.id)
-    assert jobs.accept(new).duplicate
+    assert not client.exists("tandem:attended", f"tandem:waiting:{new.id}")
+    assert jobs.accept(replace(new, client="four")).duplicate
     assert not client.exists("tandem:abandoned")
 
 
