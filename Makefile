@@ -11,7 +11,7 @@ STAMP := $(VENV)/.tandem-installed
 
 .PHONY: demo test soak check clean
 
-$(STAMP): pyproject.toml constraints.txt store/scatter.c
+$(STAMP): pyproject.toml constraints.txt store/codec/scatter.c
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Tandem needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`:" \
 	    "name another one: make demo PYTHON=python3.13"; exit 1; }
@@ -37,4 +37,4 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build *.egg-info store/*.so
+	rm -rf $(VENV) build *.egg-info store/codec/*.so

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from store.codec.scatter import scatter
 from store.errors import StoreError
 from store.parts import PART_BYTES
 from store.paths import data_dir
-from store.scatter import scatter
 from store.store import Store
 from store.taken import taken
 from store.turns import Turn

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from store.blocks import Blocks
 from store.codec.header import Header
-from store.codec.stored import Stored, digest_of
+from store.codec.scatter import digest_of, is_resident, scatter
+from store.codec.stored import Stored
 from store.errors import StoreError
 from store.heads import Heads
 from store.objects import Record
 from store.parts import HEAD, PAGE_HEAD, PART_BYTES, digest_in, part_seed, seal
-from store.scatter import is_resident, scatter
 
 _MOST_BUFFERS = 1000
 """Buffers of one system call; systems allow 1,024."""

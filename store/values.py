@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from store.codec.scatter import scatter
 from store.environment import VALUE_BYTES, Environment, Txn
 from store.errors import StoreError
 from store.objects import Prepared, Record
@@ -21,7 +22,6 @@ from store.parts import (
     page_of,
     part_seed,
 )
-from store.scatter import scatter
 
 
 class Values:

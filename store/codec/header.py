@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 import msgpack
 import xxhash
 
+from store.codec.scatter import scatter
+
 FORMAT = 1
 """Version of the bytes: header, leaf table, payload."""
 LAYOUT_VERSION = 1
@@ -151,14 +153,31 @@ class Piece:
     header: Header
     payload: memoryview
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.payload.nbytes
+
     def verify(self) -> None:
         """Check length and xxh3_64 of the payload. Raises CodecError."""
+        self._check_length()
+        self._check(xxhash.xxh3_64_intdigest(self.payload))
+
+    def bring(self, into: Sequence[memoryview]) -> None:
+        """Copy the payload into writable buffers of its size, one after the other, and verify what
+        they hold. Raises CodecError."""
+        self._check_length()
+        self._check(scatter(self.payload, into))
+
+    def _check_length(self) -> None:
         if self.payload.nbytes != self.header.nbytes:
             raise CodecError(
                 f"payload of {self.payload.nbytes} bytes where the header says "
                 f"{self.header.nbytes}: fetch the piece again"
             )
-        if xxhash.xxh3_64_intdigest(self.payload) != self.header.digest:
+
+    def _check(self, digest: int) -> None:
+        if digest != self.header.digest:
             raise CodecError(
                 f"payload of tokens [{self.header.start}, {self.header.stop}) fails its "
                 "checksum: fetch the piece again"

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,7 +32,6 @@ _LARGE_BYTES = 1 << 20
 _TOGETHER_BYTES = 32 << 20
 _GRAIN = 64 << 10
 ALIGN = 64
-_STRIDE = 4
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -313,50 +311,3 @@ def run_all(tasks: Sequence[Callable[[], object]], nbytes: int) -> None:
     """Run copies and digests of `nbytes` bytes in all, on several threads where that pays; the
     calling thread is one of them. Raises as `Running`."""
     Running(tasks, min(threads_for(nbytes), len(tasks))).join()
-
-
-class Ahead:
-    """Runs checks in order on a thread of its own, so that a copy of what was checked can follow
-    close behind, while it is in the processor's cache. A context manager: its end waits."""
-
-    def __init__(self, checks: Sequence[Callable[[], object]], nbytes: int) -> None:
-        self._checks = checks
-        self._stop = False
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._left = 0
-        parallel = nbytes >= _PARALLEL_BYTES and _THREADS > 1
-        self._running = _pool().submit(self._run) if parallel else None
-        self._next = iter(checks)
-
-    def passed(self) -> None:
-        """Return once the next check has passed; raises what it raised."""
-        if self._running is None:
-            next(self._next)()
-            return
-        if self._left == 0:
-            error = self._done.get()
-            if error is not None:
-                self._left = 0
-                raise error
-            self._left = _STRIDE
-        self._left -= 1
-
-    def _run(self) -> None:
-        try:
-            for number, check in enumerate(self._checks, 1):
-                if self._stop:
-                    return
-                check()
-                if number % _STRIDE == 0:
-                    self._done.put(None)  # seldom: each wakes a thread
-            self._done.put(None)
-        except BaseException as error:
-            self._done.put(error)
-
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        if self._running is not None:
-            wait([self._running])

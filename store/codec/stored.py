@@ -1,6 +1,6 @@
 """Pieces whose payload lies elsewhere, such as in a store, and is brought straight to its place.
 
-Nothing of the payload passes through memory in between: a part is read into the buffers that it
+Nothing of the payload passes through memory in between: a part is copied into the buffers that it
 belongs to, and what those hold then is verified. Until that was done nothing in them may be used.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-import xxhash
-
 from store.codec.header import CodecError, Header, Piece
 
 
 class Part(Protocol):
     """A stretch of a payload that can be brought."""
 
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
 
     def bring(self, into: Sequence[memoryview]) -> None:
         """Fill the buffers, `nbytes` bytes in all, one after the other, and verify what they hold.
@@ -38,6 +38,11 @@ class Stored(NamedTuple):
     header: Header
     parts: tuple[Part, ...]
     seal: Callable[[], None] = _nothing
+
+    @classmethod
+    def of(cls, piece: Piece) -> Stored:
+        """A piece that is in memory, as one part."""
+        return cls(piece.header, (piece,))
 
     def verify(self) -> None:
         """Bring every part to nowhere. Raises what bringing raises."""
@@ -73,14 +78,3 @@ class Stored(NamedTuple):
                 rest = rest[left:]
                 left -= mine[-1].nbytes
             yield part, mine
-
-
-def digest_of(buffers: Sequence[memoryview], seed: int = 0) -> int:
-    """The xxh3_64 of buffers that follow one another."""
-    if len(buffers) == 1:
-        return int(xxhash.xxh3_64_intdigest(buffers[0], seed))
-    digest = xxhash.xxh3_64(seed=seed)
-    update = digest.update
-    for buffer in buffers:
-        update(buffer)
-    return int(digest.intdigest())

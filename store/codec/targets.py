@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing, live
-from store.codec.header import MAX_DEPTH, CodecError, Leaf, Piece, offsets_of
+from store.codec.header import MAX_DEPTH, CodecError, Leaf, offsets_of
 from store.codec.layout import Layout, Slot, Width
 from store.codec.stored import Stored
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
-
-_SMALL_BYTES = 4096
 
 
 class Reserve:
@@ -80,18 +76,6 @@ class Target:
         self._view: memory.Bytes | None = flat.reshape(self.outer, -1) if flat.size else None
         self._memory_view = flat.data
 
-    def put(self, payload: memory.Bytes, offset: int, first: int, rows: int) -> None:
-        """Copy `rows` rows, which lie at `offset` of a payload, to row `first` and after."""
-        assert self._view is not None
-        part = payload[offset : offset + rows * self.row_bytes]
-        if self.outer == 1:
-            start = first * self.row_bytes
-            self._view[0, start : start + part.size] = part
-            return
-        width = self.row_bytes // self.outer
-        place = self._view[:, first * width : (first + rows) * width]
-        place[...] = part.reshape(self.outer, -1)
-
     def lanes(self) -> Iterator[tuple[memoryview, int]]:
         """The memory that rows go to, in the order of a payload's bytes: for each index before the
         token axis all of it, and the bytes that one row takes there."""
@@ -116,37 +100,10 @@ class Target:
         return done
 
 
-class SmallRows:
-    """Rows of a few bytes per piece, copied together: each by itself costs far more."""
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[Target, int, list[memoryview]]] = []
-        self._last: dict[int, tuple[list[memoryview], int]] = {}
-
-    def took(self, target: Target, payload: memoryview, offset: int, first: int, rows: int) -> bool:
-        """Take `rows` rows, as `Target.put`, to be copied by `put`; False if they are many."""
-        nbytes = rows * target.row_bytes
-        if target.outer != 1 or nbytes > _SMALL_BYTES:
-            return False
-        parts, follows = self._last.get(id(target), ([], -1))
-        if follows != first:
-            parts = []
-            self._runs.append((target, first, parts))
-        parts.append(payload[offset : offset + nbytes])
-        self._last[id(target)] = parts, first + rows
-        return True
-
-    def put(self) -> None:
-        """Copy what was taken to its place."""
-        for target, first, parts in self._runs:
-            whole = np.frombuffer(b"".join(parts), np.uint8)
-            target.put(whole, 0, first, whole.size // target.row_bytes)
-
-
 class StateArrays:
     """The arrays of a snapshot, copied into MLX memory on demand, each exactly once."""
 
-    def __init__(self, snapshot: Piece | Stored, reserve: Reserve) -> None:
+    def __init__(self, snapshot: Stored, reserve: Reserve) -> None:
         reserve.foresee(snapshot.header.leaves)  # as much as lies before us, at most
         self._reserve = reserve
         self._leaves = snapshot.header.leaves
@@ -194,24 +151,13 @@ class StateArrays:
         was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
-        piece = self._piece
         targets = sorted(self._targets, key=itemgetter(0))
-        if isinstance(piece, Stored):
-            spread = piece.spread(target for _, target in targets)
-            return (partial(part.bring, into) for part, into in spread)
-        if piece.payload.nbytes != piece.header.nbytes:
-            piece.verify()  # others may copy before it is checked whole
-        payload = np.frombuffer(piece.payload, np.uint8)
-        copies = (
-            partial(np.copyto, np.asarray(target), payload[offset : offset + target.nbytes])
-            for offset, target in targets
-        )
-        return chain([piece.verify], copies)
+        spread = self._piece.spread(target for _, target in targets)
+        return (partial(part.bring, into) for part, into in spread)
 
     def close(self) -> None:
         """Check what was brought, and let go of the memory. Raises what the check raises."""
-        if isinstance(self._piece, Stored):
-            self._piece.seal()
+        self._piece.seal()
         self._targets = []
 
 

@@ -15,7 +15,6 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from store.codec import memory
 from store.codec.cacheclass import Growing
@@ -32,7 +31,7 @@ from store.codec.header import (
 )
 from store.codec.layout import Layout, Slot, Width, position
 from store.codec.stored import Stored
-from store.codec.targets import Key, Reserve, SmallRows, StateArrays, Target, where
+from store.codec.targets import Key, Reserve, StateArrays, Target, where
 from store.codec.transient import NullKVCache
 
 
@@ -109,26 +108,26 @@ class Importer:
 
     def add_all(self, pieces: Sequence[Piece]) -> None:
         """Take several pieces in order. As `add`."""
-        nbytes = sum(piece.payload.nbytes for piece in pieces)
-        small = SmallRows()
-        try:
-            with memory.Ahead([piece.verify for piece in pieces], nbytes) as checks:
-                for piece in pieces:
-                    self._add(piece, checks, small)
-            small.put()
-        except CodecError as error:
-            self._broken = self._broken or str(error)
-            raise
+        self._draw(map(Stored.of, pieces), sum(piece.nbytes for piece in pieces))
 
     def draw(self, rows: Iterable[Stored]) -> None:
         """Take the next rows from where they are stored, in order, each drawn when a thread is free
         to bring it. Raises as `add`, and what bringing raises."""
-        memory.Running(map(self._bringing, rows), self._threads(self._known)).join()
+        self._draw(rows, self._known)
+
+    def _draw(self, rows: Iterable[Stored], nbytes: int) -> None:
+        try:
+            memory.Running(map(self._bringing, rows), self._threads(nbytes)).join()
+        except BaseException as error:
+            self._broken = self._broken or str(error)
+            raise
 
     def finish(self, snapshot: Piece | Stored) -> Sequence[Any]:
         """Restore rows and snapshot into the cache list, and return it. Raises CodecError and
         leaves the list unfit for use where anything disagrees."""
         self._guard(snapshot.header, "snapshot")
+        if isinstance(snapshot, Piece):
+            snapshot = Stored.of(snapshot)
         return self._restore([], snapshot, memory.threads_for(snapshot.header.nbytes))
 
     def restore(self, rows: Iterable[Stored], snapshot: Stored) -> Sequence[Any]:
@@ -177,22 +176,6 @@ class Importer:
             raise CodecError(
                 f"{header.stop} tokens do not fit the {self._capacity} that were granted"
             )
-
-    def _add(self, piece: Piece, checks: memory.Ahead, small: SmallRows) -> None:
-        header = piece.header
-        self._guard(header, "rows")
-        # Checked just before it is copied: the copy then reads from the processor's cache.
-        # More threads for the copies gain nothing, they would pass the interpreter lock for
-        # every array.
-        checks.passed()
-        plan = self._planned(header)
-        payload = np.frombuffer(piece.payload, np.uint8)
-        for target, offset in plan.copies:
-            ratio = target.row.ratio
-            first, rows = header.start // ratio, plan.rows[ratio]
-            if not small.took(target, piece.payload, offset, first, rows):
-                target.put(payload, offset, first, rows)
-        self.position, self.chain = header.stop, header.chain
 
     def _threads(self, nbytes: int) -> int:
         # Memory that was not foreseen must be taken by the calling thread, which then does all.
@@ -302,7 +285,7 @@ class Importer:
         self._room -= need
         return Target(row, width, capacity, key, self._reserve)
 
-    def _state_of(self, snapshot: Piece | Stored) -> _State:
+    def _state_of(self, snapshot: Stored) -> _State:
         """The state's values, decoded and with memory of their own, not yet filled."""
         header = snapshot.header
         if header.kind != "snapshot" or header.fingerprint != self._layout.fingerprint:
@@ -317,7 +300,7 @@ class Importer:
         return _State(arrays, slots)
 
     def _restore(
-        self, tasks: Iterable[Callable[[], object]], snapshot: Piece | Stored, threads: int
+        self, tasks: Iterable[Callable[[], object]], snapshot: Stored, threads: int
     ) -> Sequence[Any]:
         header = snapshot.header
         try:
