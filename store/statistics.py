@@ -6,6 +6,7 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from store.codec.scatter import VARIANT
 from store.objects import ROOT
 from store.quotas import stored_bytes
 from store.resident import resident_of
@@ -59,6 +60,7 @@ def statistics(store: Store) -> dict[str, Any]:
         "recovered": store.recovered,
         "damaged": len(store.damaged),
         "page_size": page,
+        "copies": VARIANT,
     }
 
 

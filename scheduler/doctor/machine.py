@@ -13,7 +13,6 @@ from typing import Any
 from scheduler.config import Config, ConfigError
 from scheduler.doctor.finding import Check, fail, ok, skip, warn
 from scheduler.passwords import Passwords
-from store.scatter import VARIANT
 
 SURVEY_SECONDS = 120.0
 #: Share of the working set that weights may take: the rest is for state and activations.
@@ -153,19 +152,6 @@ def limits(files: int | None = None) -> Check:
             "run `launchctl limit maxfiles 65536 200000` on a Mac, or set LimitNOFILE",
         )
     return ok(name, f"up to {reach} open files", evidence)
-
-
-def copies(variant: str = VARIANT) -> Check:
-    """`store copies`: how stored states come back to memory, copied and checked."""
-    name = "store copies"
-    if variant:
-        return ok(name, "stored states are copied and checked in one pass", f"built: {variant}")
-    return warn(
-        name,
-        "stored states are restored more slowly than they could be: copied, then checked",
-        "store/_scatter is not built: there was no C compiler, or no Python headers",
-        "install them (on a Mac: `xcode-select --install`), then run pip's install again",
-    )
 
 
 def secrets(config: Config) -> Check:

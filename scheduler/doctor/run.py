@@ -106,7 +106,7 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
         used = int(stats["file_bytes"]) if stats else 0
         low = config.upkeep.low_disk_gb
         found.append(machine.disk(config.data_dir, config.store.size_gb, low, used))
-        found.append(machine.copies())
+        found.append(service.copies(stats))
         found.append(service.store(stats, newest(config.data_dir), time.time()))
     else:
         absent = ("store disk", "store copies", "store health")

@@ -225,6 +225,21 @@ def store(stats: Mapping[str, Any] | None, report: Mapping[str, Any] | None, now
     return ok(name, "no damage known", "; ".join(evidence))
 
 
+def copies(stats: Mapping[str, Any] | None) -> Check:
+    """`store copies`: how stored states come back to memory, copied and checked."""
+    name = "store copies"
+    if not stats or "copies" not in stats:
+        return skip(name, "the store is not open: it is asked while `tandem up` runs")
+    if stats["copies"] != "in turns":
+        return ok(name, "states are copied and checked in one pass", f"built: {stats['copies']}")
+    return warn(
+        name,
+        "states are moved and restored more slowly than they could be: copied, then checked",
+        "store/codec/_scatter is not built: there was no C compiler, or no Python headers",
+        "install them (on a Mac: `xcode-select --install`), then run pip's install again",
+    )
+
+
 def keepalive(nodes: Sequence[Node], seconds: float, metal: bool) -> Check:
     """`gpu keep-alive`: an idle GPU takes over a second to wake, which looks like a flaky link."""
     name = "gpu keep-alive"

@@ -269,8 +269,9 @@ def test_store_disk(tmp_path: Path) -> None:
 
 
 def test_store_copies() -> None:
-    told(machine.copies("portable"), "ok", "one pass", "portable")
-    told(machine.copies(""), "warn", "more slowly", "no C compiler", "xcode-select --install")
+    told(service.copies({"copies": "portable"}), "ok", "one pass", "portable")
+    told(service.copies({"copies": "in turns"}), "warn", "more slowly", "xcode-select --install")
+    told(service.copies(None), "skip", "not open")
 
 
 def test_ulimits() -> None:
