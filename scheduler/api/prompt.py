@@ -76,11 +76,13 @@ def build(
     tools: Sequence[Mapping[str, Any]] | None = None,
     options: Mapping[str, Any] | None = None,
     answers: Sequence[Answer] = (),
+    most: int | None = None,
 ) -> Prompt:
     """The prompt of a turn whose own input is `items`, in which `answers` are known.
 
     Instructions are this turn's alone: another turn's are replaced, never added to. Raises
-    TemplateError where the chat template refuses the messages.
+    TemplateError where the chat template refuses the messages, and TooLong where it is certain,
+    before the text is tokenised, that the prompt has `most` tokens or more.
     """
 
     def render(messages: Sequence[Message]) -> Rendering:
@@ -94,7 +96,7 @@ def build(
         def with_marks(known: Sequence[Answer]) -> Rendering | None:
             return around(render(messages_of([*past, *marked(items, known)], instructions)))
 
-        return weave.encode(tokenizer, plain, with_marks, answers, opening)
+        return weave.encode(tokenizer, plain, with_marks, answers, opening, most)
 
     if parent is None:
         whole = render(messages_of(items, instructions))

@@ -8,6 +8,7 @@ token, that spelling is tokenised as ordinary text.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler.api.least import WORTH, Least
 from store.meter import work
 
 _PROBE = "Q1system7c20b5f3d8Q"
@@ -26,6 +28,14 @@ Message = dict[str, Any]
 
 class TokenizerError(Exception):
     """The tokenizer or its chat template cannot be used; the message names cause and cure."""
+
+
+class TooLong(TokenizerError):
+    """A text has `least` tokens at least, which is more than was asked for."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens")
+        self.least = least
 
 
 class TemplateError(TokenizerError):
@@ -99,7 +109,6 @@ class Tokenizer:
         self.vocab_size = len(hf)
         self.template = _template(hf.chat_template)
         self._late_system: bool | None = None
-        self._longest = max((len(token) for token in hf.get_vocab()), default=1)
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
@@ -182,10 +191,21 @@ class Tokenizer:
         work("template_compiles", _compiled() - compiled)
         return marks.resolve(str(text))
 
-    def encode(self, rendering: Rendering | str) -> list[int]:
-        """Token ids of a rendered prompt or of trusted text; nothing is added at either end."""
+    @functools.cached_property
+    def _least(self) -> Least:
+        return Least(self._hf)
+
+    def encode(self, rendering: Rendering | str, most: int | None = None) -> list[int]:
+        """Token ids of a rendered prompt or of trusted text; nothing is added at either end.
+
+        Raises TooLong where it is certain, before it is tokenised, that there are `most` or more.
+        """
         if isinstance(rendering, str):
             rendering = Rendering(rendering)
+        if most is not None and len(rendering.text) >= WORTH:
+            least = self._least.tokens(rendering.text, most)
+            if least >= most:
+                raise TooLong(least)
         ids: list[int] = []
         for text, literal in rendering.pieces():
             ids += self._literal(text) if literal else self._encode(text, split=False)
@@ -194,10 +214,6 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Token ids of client text: no special token comes out, whatever it spells."""
         return self.encode(Rendering(text, [m.span() for m in self._matches(text)]))
-
-    def least_tokens(self, characters: int) -> int:
-        """A lower bound of the tokens of a text of so many characters, without reading it."""
-        return -(-characters // max(1, self._longest))
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""

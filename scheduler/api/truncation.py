@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scheduler.api.prompt import Prompt
-from scheduler.api.said import Item, text_of
+from scheduler.api.said import Item
+from scheduler.api.tokenizer import TooLong
 from scheduler.api.weave import Answer
 
 KEPT_SHARE = 0.75
@@ -24,11 +25,10 @@ def shorten(
     items: Sequence[Item],
     answers: Sequence[Answer],
     build: Build,
-    least_tokens: Callable[[int], int],
     limit: int,
 ) -> Prompt | None:
     """The prompt of as many of the latest items as fit, or None where not even the last message
-    does. `least_tokens` bounds the tokens of so many characters from below."""
+    does. `build` may raise TooLong."""
     head = 0
     while head < len(items) and items[head].get("role") in ("system", "developer"):
         head += 1
@@ -37,9 +37,6 @@ def shorten(
 
     def fits(start: int, most: float) -> bool:
         kept = [*items[:head], *items[start:]]
-        characters = sum(len(text_of(i.get("content") or i.get("output") or "")) for i in kept)
-        if least_tokens(characters) >= most:
-            return False
         if start not in built:
             shift = start - head
             later = [
@@ -47,7 +44,10 @@ def shorten(
                 for one in answers
                 if one.start >= start
             ]
-            built[start] = build(kept, later)
+            try:
+                built[start] = build(kept, later)
+            except TooLong:
+                return False
         return len(built[start].ids) < most
 
     for most in (KEPT_SHARE * limit, limit):

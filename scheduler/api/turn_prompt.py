@@ -11,10 +11,9 @@ from scheduler.api.faults import Fault, bad
 from scheduler.api.lineage import Lineage
 from scheduler.api.prompt import Prompt, build, common_prefix
 from scheduler.api.recall import own_answers
-from scheduler.api.said import text_of
 from scheduler.api.schema import ResponseRequest
 from scheduler.api.shaping import Shaping
-from scheduler.api.tokenizer import TemplateError
+from scheduler.api.tokenizer import TemplateError, TooLong
 from scheduler.api.truncation import shorten
 from scheduler.api.weave import Answer
 
@@ -27,11 +26,6 @@ def turn_prompt(
     tokenizer = backend.tokenizer
     limit = tokenizer.context_length
     shortened = body.truncation == "auto"
-    own = sum(len(text_of(item.get("content") or item.get("output") or "")) for item in items)
-    if (least := tokenizer.least_tokens(own)) >= limit:
-        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
-            return found
-        raise _too_long(f"at least {least}", limit)
     try:
         prompt = build(
             tokenizer,
@@ -41,7 +35,12 @@ def turn_prompt(
             tools=shaping.tools,
             options=shaping.options,
             answers=lineage.answers,
+            most=limit,
         )
+    except TooLong as error:
+        if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
+            return found
+        raise _too_long(f"at least {error.least}", limit) from None
     except TemplateError as error:
         raise bad(str(error), "input") from error
     prompt = backend.pictures.place(prompt, [*lineage.seed, *items], lineage.parent)
@@ -68,13 +67,12 @@ def _shorter(
             tools=shaping.tools,
             options=shaping.options,
             answers=answers,
+            most=tokenizer.context_length,
         )
         return backend.pictures.place(prompt, items, None)
 
     try:
-        found = shorten(
-            [*past, *lineage.items], known, made, tokenizer.least_tokens, tokenizer.context_length
-        )
+        found = shorten([*past, *lineage.items], known, made, tokenizer.context_length)
     except TemplateError as error:
         raise bad(str(error), "input") from error
     if found is None or parent is None:

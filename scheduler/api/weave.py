@@ -53,11 +53,13 @@ def encode(
     render: Callable[[Sequence[Answer]], Rendering | None],
     answers: Sequence[Answer],
     opening: str = "",
+    most: int | None = None,
 ) -> list[int]:
     """Token ids of `plain` with the ids of those `answers` that it says.
 
     `render` gives the same text with marks for some answers, or None where that cannot be had;
-    `opening` is what a generation prompt writes before an answer begins.
+    `opening` is what a generation prompt writes before an answer begins. Raises TooLong as
+    `Tokenizer.encode` does with `most`.
     """
     known = list(answers)
     for _ in range(3):
@@ -69,17 +71,22 @@ def encode(
             break  # it wants to see the calls that tools answer
         if around is None:
             break
-        pieces, failed = _match(tokenizer, plain, around.text, known, opening)
+        pieces, failed = _match(tokenizer, plain, around.text, known, opening, most)
         if pieces is not None and not failed:
             return pieces
         known = [answer for answer in known if answer not in failed]
         if not failed:
             break
-    return tokenizer.encode(plain)
+    return tokenizer.encode(plain, most)
 
 
 def _match(
-    tokenizer: Tokenizer, plain: Rendering, around: str, known: Sequence[Answer], opening: str
+    tokenizer: Tokenizer,
+    plain: Rendering,
+    around: str,
+    known: Sequence[Answer],
+    opening: str,
+    most: int | None,
 ) -> tuple[list[int] | None, list[Answer]]:
     """The ids, and the answers that cannot be found in the text."""
     lost = [answer for answer in known if around.count(answer.mark()) != 1]
@@ -96,7 +103,7 @@ def _match(
     text = plain.text
     if not text.startswith(segments[0]):
         return None, list(known)
-    ids = tokenizer.encode(plain.cut(0, len(segments[0])))
+    ids = tokenizer.encode(plain.cut(0, len(segments[0])), most)
     at = len(segments[0])
     failed: list[Answer] = []
     for number, answer in enumerate(known):
@@ -115,7 +122,7 @@ def _match(
         if _crosses(plain, at) or _crosses(plain, end):
             return None, list(known)
         ids += said
-        ids += tokenizer.encode(plain.cut(end, end + len(following)))
+        ids += tokenizer.encode(plain.cut(end, end + len(following)), most)
         at = end + len(following)
     return ids, failed
 
