@@ -78,7 +78,7 @@ class Reclaimer:
         return report
 
     def expired(self) -> Report:
-        """Take back jobs whose lease ran out, and cancel those that were abandoned for long.
+        """Take back jobs whose lease ran out, and give up those whose clients have gone.
 
         Does nothing in the first lease after an outage: workers that could not renew because Redis
         was away have done nothing wrong.

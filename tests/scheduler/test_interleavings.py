@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import redis
@@ -36,8 +37,10 @@ class Story:
             stage=self.chance.choice(("prefill", "decode")),
             conversation="conv_a",
             lock=True,
+            client="first",
         )
         self.jobs.accept(self.new)
+        self.here = ["first"]
         self.held: list[Job] = []
         self.log: list[events.Event] = []
 
@@ -50,6 +53,23 @@ class Story:
         last = [e.seq for e in log if events.is_terminal(e.data)]
         ended = self.jobs.get(self.new.id).ended
         assert last == ([len(log) - 1] if ended else [])
+        self.check_clients()
+
+    def check_clients(self) -> None:
+        """A job is attended, abandoned, or nobody's concern any more; as its clients have it."""
+        pipe = self.client.pipeline()
+        pipe.zrange(f"tandem:waiting:{self.new.id}", 0, -1)
+        pipe.zscore("tandem:attended", self.new.id)
+        pipe.zscore("tandem:abandoned", self.new.id)
+        waiting, attended, abandoned = pipe.execute()
+        job = self.jobs.get(self.new.id)
+        if job.ended:
+            assert (waiting, attended, abandoned) == ([], None, None)
+        elif job.cancel:
+            assert (attended, abandoned) == (None, None)
+        else:
+            assert {name.decode() for name in waiting} == set(self.here)
+            assert (attended is None, abandoned is None) == (not self.here, bool(self.here))
 
     def _moves(self) -> list[Callable[[], object]]:
         run = self.chance.choice(self.held) if self.held else None
@@ -59,7 +79,9 @@ class Story:
             lambda: Reclaimer(self.client, SETTINGS).reconcile(),
         ]
         if self.chance.random() < 0.15:
-            moves += [lambda: self.jobs.cancel(self.new.id), lambda: self.jobs.abandon(self.new.id)]
+            moves += [lambda: self.jobs.cancel(self.new.id), self.fall_silent, self.give_up]
+        if self.chance.random() < 0.3:
+            moves += [self.come, self.go]
         if run is None:
             return moves
         runs = self.runs
@@ -79,6 +101,42 @@ class Story:
         if self.chance.random() < 0.1:
             moves += [lambda: runs.fail(run, "x", "y"), lambda: runs.cancelled(run)]
         return moves
+
+    def come(self) -> None:
+        """Another client sends the same by its key, or follows; sometimes it is said twice."""
+        name = f"client {self.chance.random()}"
+        by_key = self.chance.random() < 0.5
+        for _ in range(self.chance.choice((1, 2))):
+            if by_key:
+                self.jobs.accept(replace(self.new, client=name))
+            else:
+                self.jobs.attend([(self.new.id, name)])
+        self.here.append(name)
+
+    def go(self) -> None:
+        """A client goes, perhaps one that has gone before."""
+        name = self.chance.choice([*self.here, "first"])
+        for _ in range(self.chance.choice((1, 2))):
+            self.jobs.abandon(self.new.id, name)
+        self.here = [other for other in self.here if other != name]
+
+    def fall_silent(self) -> None:
+        """The leases of all clients run out."""
+        if self.here:
+            leases = dict.fromkeys(self.here, 1.0)
+            self.client.zadd(f"tandem:waiting:{self.new.id}", leases, xx=True)
+        self.client.zadd("tandem:attended", {self.new.id: 1.0}, xx=True)
+        self.jobs.give_up()
+        self.here = []
+
+    def give_up(self) -> None:
+        """The grace is over, where it runs."""
+        before = self.jobs.get(self.new.id)
+        self.client.zadd("tandem:abandoned", {self.new.id: 1.0}, xx=True)
+        self.jobs.give_up()
+        job = self.jobs.get(self.new.id)
+        if not before.ended and not before.cancel:
+            assert (job.ended or job.cancel) is (not self.here)
 
     def take(self, queue: str) -> None:
         job = self.runs.take(queue, self.chance.choice("ab"), f"{queue}:a")
