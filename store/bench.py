@@ -253,7 +253,7 @@ def _floor(pieces: list[Piece], *, threads: bool) -> Any:
         at = 0
         for value in group:
             into = block.view[at : at + value.nbytes].data
-            tasks.append(partial(scatter, value, [into]))
+            tasks.append(partial(scatter, [(value, [into], 0)]))
             at += value.nbytes
     if threads:
         memory.run_all(tasks, sum(value.nbytes for value in values))

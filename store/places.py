@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from store.blocks import Blocks
 from store.codec.header import Header
-from store.codec.scatter import digest_of, is_resident, scatter
+from store.codec.scatter import digest_of, is_resident
 from store.codec.stored import Stored
 from store.errors import StoreError
 from store.heads import Heads
@@ -45,7 +45,7 @@ class Places:
             return Stored(header, (_Small(self._blocks, ident, record, header),)), ids
         source = _Source(self._blocks, ident, record, pages)
         if record.nbytes <= PART_BYTES:
-            return Stored(header, (_Value(source, 0, record.nbytes),)), ids
+            return Stored(header, (_Value(source, 0, record.nbytes),), source.check), ids
         whole, last = divmod(record.nbytes, PART_BYTES)
         sizes = [PART_BYTES] * whole + [last] * (last > 0)
         parts = tuple(_Value(source, number, size) for number, size in enumerate(sizes))
@@ -76,47 +76,55 @@ class _Source:
 class _Value:
     """One part of an object, a bulk value."""
 
-    __slots__ = ("_number", "_source", "nbytes")
+    __slots__ = ("_number", "_source", "_told", "nbytes")
 
     def __init__(self, source: _Source, number: int, nbytes: int) -> None:
         self._source = source
         self._number = number
+        self._told: int | None = None
         self.nbytes = nbytes
 
-    def bring(self, into: Sequence[memoryview]) -> None:
+    def lying(self) -> tuple[memoryview, int] | None:
         source, number = self._source, self._number
-        digest = self._hinted(into)
+        page = source.pages[number]
+        if not page:
+            return None
+        offset = page * source.page_size + PAGE_HEAD
+        memory = source.data.view(offset, HEAD.size + self.nbytes)
+        if memory is None or not is_resident(memory):
+            return None
+        head = bytes(memory[: HEAD.size])
+        self._told = self._digest_in(head)
+        if self._told is None:
+            source.pages[number] = 0
+            return None
+        return memory[HEAD.size :], part_seed(head)
+
+    def settle(self, into: Sequence[memoryview], digest: int | None) -> None:
+        source, number = self._source, self._number
+        if digest is None:
+            digest = self._from_file(into)
+        elif digest != self._told:
+            digest = None
         if digest is None:
             values = source.blocks.values
             with source.blocks.environment.read() as txn:
                 digest = values.copy(txn, source.ident, source.record, number, into)
                 source.pages[number] = values.page(txn, source.ident, source.record, number)
         source.digests[number] = digest
-        if len(source.digests) == 1:
-            source.check()
 
-    def _hinted(self, into: Sequence[memoryview]) -> int | None:
-        """The digest of what was copied from the noted page; None where that is not this part."""
-        source, number = self._source, self._number
-        page = source.pages[number]
-        if not page:
+    def _from_file(self, into: Sequence[memoryview]) -> int | None:
+        """The digest of what was read from the noted page; None where that is not this part."""
+        source = self._source
+        page = source.pages[self._number]
+        if not page or not _CAN_FILL:
             return None
+        head = bytearray(HEAD.size)
         offset = page * source.page_size + PAGE_HEAD
-        nbytes = HEAD.size + self.nbytes
-        memory = source.data.view(offset, nbytes)
-        if memory is not None and is_resident(memory):
-            head = bytes(memory[: HEAD.size])
-            digest = self._digest_in(head)
-            if digest is None or scatter(memory[HEAD.size :], into, part_seed(head)) != digest:
-                return None
-            return digest
-        read = bytearray(HEAD.size)
-        if not _CAN_FILL or not _read(source.fd, offset, [read, *into], nbytes):
+        if not _read(source.fd, offset, [head, *into], HEAD.size + self.nbytes):
             return None
-        digest = self._digest_in(read)
-        if digest is None or digest_of(into, part_seed(read)) != digest:
-            return None
-        return digest
+        digest = self._digest_in(head)
+        return digest if digest_of(into, part_seed(head)) == digest else None
 
     def _digest_in(self, head: bytes | bytearray) -> int | None:
         """The digest in a part's header; None where it is the header of something else."""
@@ -139,7 +147,10 @@ class _Small:
         self._header = header
         self.nbytes = record.nbytes
 
-    def bring(self, into: Sequence[memoryview]) -> None:
+    def lying(self) -> None:
+        return None
+
+    def settle(self, into: Sequence[memoryview], digest: int | None) -> None:
         with self._blocks.environment.read() as txn:
             payload = memoryview(self._blocks.small_payload(txn, self._ident, self._record))
         at = 0

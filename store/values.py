@@ -43,7 +43,7 @@ class Values:
         length = sum(map(len, into))
         digest = digest_in(head, ident, number, record.parts, length)
         source = value[HEAD.size : HEAD.size + length]
-        if scatter(source, into, part_seed(head)) != digest:
+        if scatter([(source, into, part_seed(head))]) != [digest]:
             raise StoreError(
                 f"{name_of(ident, number, record.parts)} has other bytes than were saved"
             )

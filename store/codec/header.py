@@ -19,8 +19,6 @@ from typing import Any, Literal, NamedTuple
 import msgpack
 import xxhash
 
-from store.codec.scatter import scatter
-
 FORMAT = 1
 """Version of the bytes: header, leaf table, payload."""
 LAYOUT_VERSION = 1
@@ -163,11 +161,14 @@ class Piece:
         self._check_length()
         self._check(xxhash.xxh3_64_intdigest(self.payload))
 
-    def bring(self, into: Sequence[memoryview]) -> None:
-        """Copy the payload into writable buffers of its size, one after the other, and verify what
-        they hold. Raises CodecError."""
+    def lying(self) -> tuple[memoryview, int]:
+        """The payload, and the seed of its digest. Raises CodecError where its length is wrong."""
         self._check_length()
-        self._check(scatter(self.payload, into))
+        return self.payload, 0
+
+    def settle(self, into: Sequence[memoryview], digest: int | None) -> None:
+        """Raise CodecError unless `digest`, that of the copy made, is the payload's."""
+        self._check(digest)
 
     def _check_length(self) -> None:
         if self.payload.nbytes != self.header.nbytes:
@@ -176,7 +177,7 @@ class Piece:
                 f"{self.header.nbytes}: fetch the piece again"
             )
 
-    def _check(self, digest: int) -> None:
+    def _check(self, digest: int | None) -> None:
         if digest != self.header.digest:
             raise CodecError(
                 f"payload of tokens [{self.header.start}, {self.header.stop}) fails its "

@@ -25,7 +25,7 @@
 #include <immintrin.h>
 #endif
 
-enum { STRIPE = 64, SECRET = 192, BLOCK = 16, SHORT = 240 };
+enum { STRIPE = 64, SECRET = 192, BLOCK = 16, SHORT = 240, PAGE = 4096 };
 
 #define PRIME32_1 0x9E3779B1u
 #define PRIME32_2 0x85EBCA77u
@@ -128,6 +128,9 @@ AVX2 static void take_avx2(Digest *digest, const uint8_t *in, uint8_t *out, size
             run = count;
         const uint8_t *secret = secret_at(digest, 8 * digest->place);
         for (size_t i = 0; i < run; i++, in += STRIPE, out += STRIPE, secret += 8) {
+            /* Where the next page lies takes long to find, and would be asked for too late. */
+            if (((uintptr_t)out & (PAGE - STRIPE)) == 0)
+                __builtin_prefetch(out + PAGE);
             __m256i low = _mm256_loadu_si256((const __m256i *)in);
             __m256i high = _mm256_loadu_si256((const __m256i *)(in + 32));
             left = mixed(left, low, secret);
@@ -259,63 +262,99 @@ static uint64_t scatter(const uint8_t *from, size_t nbytes, const Py_buffer *int
     return ended(&digest, last + rest, nbytes);
 }
 
-static void release(Py_buffer *buffers, Py_ssize_t count)
+/* A copy to make: `buffers` are the source and then the places of its bytes. */
+typedef struct {
+    Py_buffer *buffers;
+    Py_ssize_t count;
+    unsigned long long seed;
+    uint64_t digest;
+} Job;
+
+static void close_job(Job *job)
 {
-    for (Py_ssize_t i = 0; i < count; i++)
-        PyBuffer_Release(buffers + i);
-    PyMem_Free(buffers);
+    for (Py_ssize_t i = 0; i < job->count; i++)
+        PyBuffer_Release(job->buffers + i);
+    PyMem_Free(job->buffers);
 }
 
-/* The buffers of a sequence, to be released, and how many; NULL with an exception. */
-static Py_buffer *opened(PyObject *sequence, Py_ssize_t *count, size_t *nbytes)
+/* Fills a job, to be closed in any case, from (source, into, seed); -1 with an exception. */
+static int open_job(Job *job, PyObject *told)
 {
-    Py_ssize_t wanted = PySequence_Size(sequence);
+    PyObject *source, *into;
+    if (!PyTuple_Check(told)) {
+        PyErr_SetString(PyExc_TypeError, "a copy is a tuple of source, into and seed");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(told, "OOK", &source, &into, &job->seed))
+        return -1;
+    Py_ssize_t wanted = PySequence_Size(into);
+    if (wanted < 0)
+        return -1;
+    job->buffers = PyMem_Calloc((size_t)wanted + 1, sizeof *job->buffers);
+    if (!job->buffers) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (PyObject_GetBuffer(source, job->buffers, PyBUF_SIMPLE) < 0)
+        return -1;
+    Py_ssize_t nbytes = 0;
+    for (job->count = 1; job->count <= wanted; job->count++) {
+        PyObject *item = PySequence_GetItem(into, job->count - 1);
+        Py_buffer *buffer = job->buffers + job->count;
+        int failed = !item || PyObject_GetBuffer(item, buffer, PyBUF_WRITABLE) < 0;
+        Py_XDECREF(item); /* the buffer holds it */
+        if (failed)
+            return -1;
+        nbytes += buffer->len;
+    }
+    if (nbytes != job->buffers->len)
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill buffers of %zd", job->buffers->len,
+                     nbytes);
+    else if (nbytes <= SHORT)
+        PyErr_Format(PyExc_ValueError, "%zd bytes are too few: at least %d", nbytes, SHORT + 1);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *digests_of(const Job *jobs, Py_ssize_t count)
+{
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list && i < count; i++) {
+        PyObject *digest = PyLong_FromUnsignedLongLong(jobs[i].digest);
+        if (!digest)
+            Py_CLEAR(list);
+        else
+            PyList_SetItem(list, i, digest);
+    }
+    return list;
+}
+
+static PyObject *py_scatter(PyObject *Py_UNUSED(module), PyObject *copies)
+{
+    Py_ssize_t wanted = PySequence_Size(copies), count = 0;
     if (wanted < 0)
         return NULL;
-    Py_buffer *buffers = PyMem_Calloc((size_t)wanted + 1, sizeof *buffers);
-    if (!buffers)
-        return (Py_buffer *)PyErr_NoMemory();
-    *nbytes = 0;
-    for (*count = 0; *count < wanted; ++*count) {
-        PyObject *item = PySequence_GetItem(sequence, *count);
-        int failed = !item || PyObject_GetBuffer(item, buffers + *count, PyBUF_WRITABLE) < 0;
-        Py_XDECREF(item); /* the buffer holds it */
-        if (failed) {
-            release(buffers, *count);
-            return NULL;
-        }
-        *nbytes += (size_t)buffers[*count].len;
+    Job *jobs = PyMem_Calloc((size_t)wanted + 1, sizeof *jobs);
+    if (!jobs)
+        return PyErr_NoMemory();
+    int failed = 0;
+    while (count < wanted && !failed) {
+        PyObject *told = PySequence_GetItem(copies, count);
+        failed = !told || open_job(jobs + count++, told) < 0;
+        Py_XDECREF(told);
     }
-    return buffers;
-}
-
-static PyObject *py_scatter(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    Py_buffer source;
-    PyObject *sequence;
-    unsigned long long seed = 0;
-    if (!PyArg_ParseTuple(args, "y*O|K:scatter", &source, &sequence, &seed))
-        return NULL;
-    Py_ssize_t count = 0;
-    size_t nbytes = 0;
-    Py_buffer *into = opened(sequence, &count, &nbytes);
-    PyObject *result = NULL;
-    if (into && nbytes != (size_t)source.len)
-        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill buffers of %zd", source.len,
-                     (Py_ssize_t)nbytes);
-    else if (into && nbytes <= SHORT)
-        PyErr_Format(PyExc_ValueError, "%zd bytes are too few: at least %d", source.len, SHORT + 1);
-    else if (into) {
-        uint64_t digest;
+    PyObject *digests = NULL;
+    if (!failed) {
         Py_BEGIN_ALLOW_THREADS
-        digest = scatter(source.buf, nbytes, into, seed);
+        for (Py_ssize_t i = 0; i < count; i++)
+            jobs[i].digest = scatter(jobs[i].buffers->buf, (size_t)jobs[i].buffers->len,
+                                     jobs[i].buffers + 1, jobs[i].seed);
         Py_END_ALLOW_THREADS
-        result = PyLong_FromUnsignedLongLong(digest);
+        digests = digests_of(jobs, count);
     }
-    if (into)
-        release(into, count);
-    PyBuffer_Release(&source);
-    return result;
+    while (count)
+        close_job(jobs + --count);
+    PyMem_Free(jobs);
+    return digests;
 }
 
 /* Whether all pages of mapped memory are in memory, so that reading them waits for no disk. */
@@ -352,10 +391,11 @@ static PyObject *py_is_resident(PyObject *Py_UNUSED(module), PyObject *memory)
 }
 
 static PyMethodDef METHODS[] = {
-    {"scatter", py_scatter, METH_VARARGS,
-     "scatter(source, into, seed=0, /): copy source into the writable buffers of the sequence\n"
-     "into, one after the other, and return the XXH3-64 of what was copied. Runs without the\n"
-     "interpreter's lock. Raises ValueError unless they are as many bytes, more than 240."},
+    {"scatter", py_scatter, METH_O,
+     "scatter(copies, /): for each (source, into, seed) copy source into the writable buffers of\n"
+     "the sequence into, one after the other. Returns the XXH3-64 of each copy. Runs without the\n"
+     "interpreter's lock. Raises ValueError, before anything is copied, unless the buffers of each\n"
+     "have room for exactly its bytes, more than 240."},
     {"is_resident", py_is_resident, METH_O,
      "is_resident(memory, /): whether all pages of mapped memory are in memory."},
     {NULL, NULL, 0, NULL},

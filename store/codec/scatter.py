@@ -10,11 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
 log = logging.getLogger(__name__)
+
+Copy: TypeAlias = tuple[memoryview, Sequence[memoryview], int]
+"""Source, the writable, contiguous buffers of bytes that it fills, one after the other, and the
+seed of its digest."""
 
 SHORT = 240
 """Up to so many bytes XXH3 is another function, which only the library has."""
@@ -32,7 +37,7 @@ def digest_of(buffers: Sequence[memoryview], seed: int = 0) -> int:
 
 
 def in_turns(source: memoryview, into: Sequence[memoryview], seed: int = 0) -> int:
-    """As `scatter`, by copies first and a digest of them after."""
+    """As `scatter` for one copy, by copies first and a digest of them after."""
     if source.nbytes != sum(buffer.nbytes for buffer in into):
         raise ValueError(f"{source.nbytes} bytes do not fill the buffers given")
     whole = np.frombuffer(source, np.uint8)
@@ -51,8 +56,8 @@ def _native() -> ModuleType | None:
         return None
     sample = memoryview(bytes(range(256)) * 9)[1:]
     copy = memoryview(bytearray(sample.nbytes))
-    told = _scatter.scatter(sample, [copy[:700], copy[700:]], 7)
-    if copy != sample or told != digest_of([sample], 7):
+    told = _scatter.scatter([(sample, [copy[:700], copy[700:]], 7)])
+    if copy != sample or told != [digest_of([sample], 7)]:
         log.error("store/codec/_scatter was built wrong and is not used: install again")
         return None
     return _scatter
@@ -68,10 +73,11 @@ def is_resident(memory: memoryview) -> bool:
     return _built is not None and bool(_built.is_resident(memory))
 
 
-def scatter(source: memoryview, into: Sequence[memoryview], seed: int = 0) -> int:
-    """Copy `source` into writable, contiguous buffers of bytes, one after the other, which have
-    room for exactly as many; returns the xxh3_64 of the copy. Most of it runs without the
-    interpreter's lock. Raises ValueError where the sizes differ."""
-    if _built is None or source.nbytes <= SHORT:
-        return in_turns(source, into, seed)
-    return int(_built.scatter(source, into, seed))
+def scatter(copies: Sequence[Copy]) -> list[int]:
+    """Make copies; returns the xxh3_64 of each. Most of it runs without the interpreter's lock,
+    which is let go and taken once for all of them. Raises ValueError where the buffers of one have
+    room for more or fewer bytes than its source."""
+    if _built is None or any(source.nbytes <= SHORT for source, _, _ in copies):
+        return [in_turns(*copy) for copy in copies]
+    told: list[int] = _built.scatter(copies)
+    return told

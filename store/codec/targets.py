@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -14,7 +13,7 @@ from store.codec import memory
 from store.codec.cacheclass import Growing, live
 from store.codec.header import MAX_DEPTH, CodecError, Leaf, offsets_of
 from store.codec.layout import Layout, Slot, Width
-from store.codec.stored import Stored
+from store.codec.stored import Bringing, Stored
 
 Key = tuple[tuple[int, ...], str]
 """A slot's path and the name of an array in it."""
@@ -146,14 +145,14 @@ class StateArrays:
         self.made.append(array)
         return array
 
-    def bringing(self) -> Iterator[Callable[[], object]]:
+    def bringing(self) -> Iterator[Bringing]:
         """What fills the arrays, in any threads, after all are known. Raises CodecError where one
         was left out."""
         if len(self._taken) != len(self._leaves):
             raise CodecError("the snapshot holds arrays of no cache: recompute this state")
         targets = sorted(self._targets, key=itemgetter(0))
         spread = self._piece.spread(target for _, target in targets)
-        return (partial(part.bring, into) for part, into in spread)
+        return (Bringing([pair]) for pair in spread)
 
     def close(self) -> None:
         """Check what was brought, and let go of the memory. Raises what the check raises."""

@@ -9,8 +9,9 @@ place in it. Until `finish` returns, the cache list given is untouched.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -30,9 +31,12 @@ from store.codec.header import (
     root,
 )
 from store.codec.layout import Layout, Slot, Width, position
-from store.codec.stored import Stored
+from store.codec.stored import Bringing, Stored, bring
 from store.codec.targets import Key, Reserve, StateArrays, Target, where
 from store.codec.transient import NullKVCache
+
+_TOGETHER = 8
+"""Pieces that a thread brings at a time: to wait for the interpreter's lock costs as much as one."""
 
 
 class _Plan(NamedTuple):
@@ -117,7 +121,7 @@ class Importer:
 
     def _draw(self, rows: Iterable[Stored], nbytes: int) -> None:
         try:
-            memory.Running(map(self._bringing, rows), self._threads(nbytes)).join()
+            memory.Running(_together(map(self._bringing, rows)), self._threads(nbytes)).join()
         except BaseException as error:
             self._broken = self._broken or str(error)
             raise
@@ -181,7 +185,7 @@ class Importer:
         # Memory that was not foreseen must be taken by the calling thread, which then does all.
         return memory.threads_for(nbytes) if self._layout.complete else 1
 
-    def _bringing(self, piece: Stored) -> Callable[[], None]:
+    def _bringing(self, piece: Stored) -> Bringing:
         """Take the next rows; what is returned brings them."""
         header = piece.header
         try:
@@ -194,19 +198,11 @@ class Importer:
             self._lay(plan)
         start, stop = header.start, header.stop
         self.position, self.chain = stop, header.chain
-        parts, lanes, rates = piece.parts, plan.lanes, plan.rates
-
-        def bring() -> None:
-            spans = [slice(start // n * width, stop // n * width) for n, width in rates]
-            into = [lane[spans[rate]] for lane, rate in lanes]
-            if len(parts) == 1:
-                parts[0].bring(into)
-                return
-            for part, mine in piece.spread(into):
-                part.bring(mine)
-            piece.seal()
-
-        return bring
+        spans = [slice(start // n * width, stop // n * width) for n, width in plan.rates]
+        into = [lane[spans[rate]] for lane, rate in plan.lanes]
+        if len(piece.parts) == 1:
+            return Bringing([(piece.parts[0], into)], piece.seal)
+        return piece.bringing(into)
 
     @staticmethod
     def _lay(plan: _Plan) -> None:
@@ -299,13 +295,11 @@ class Importer:
         ]
         return _State(arrays, slots)
 
-    def _restore(
-        self, tasks: Iterable[Callable[[], object]], snapshot: Stored, threads: int
-    ) -> Sequence[Any]:
+    def _restore(self, tasks: Iterable[Bringing], snapshot: Stored, threads: int) -> Sequence[Any]:
         header = snapshot.header
         try:
             state = self._state_of(snapshot)
-            memory.Running(chain(tasks, state.arrays.bringing()), threads).join()
+            memory.Running(_together(chain(tasks, state.arrays.bringing())), threads).join()
             self._guard(header, "snapshot")
         finally:
             self._broken = self._broken or "it is finished"
@@ -370,6 +364,13 @@ class Importer:
         if width != (target.width if target else known or width):
             raise CodecError(f"{row.name} is not of this model's width: recompute this state")
         return target.array(rows) if target else mx.zeros(shape, memory.dtype_of(width.dtype))
+
+
+def _together(tasks: Iterable[Bringing]) -> Iterator[Callable[[], None]]:
+    """What brings several at a time."""
+    left = iter(tasks)
+    while some := list(islice(left, _TOGETHER)):
+        yield partial(bring, some)
 
 
 def drop_transient(layout: Layout, caches: Sequence[Any]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Sequence
@@ -56,7 +58,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", params=["as installed", "portable", "in turns"])
 def copy(request: pytest.FixtureRequest) -> Copy:
     if request.param == "as installed":
-        return scatter.scatter
+        return lambda *copy: scatter.scatter([copy])[0]
     if request.param == "in turns":
         return scatter.in_turns
     module = request.getfixturevalue("portable")
@@ -65,7 +67,7 @@ def copy(request: pytest.FixtureRequest) -> Copy:
     def built(source: memoryview, into: Sequence[memoryview], seed: int) -> int:
         if source.nbytes <= scatter.SHORT:
             return scatter.in_turns(source, into, seed)
-        return int(module.scatter(source, into, seed))
+        return int(module.scatter([(source, into, seed)])[0])
 
     return built
 
@@ -148,26 +150,65 @@ def test_what_is_no_writable_memory_is_refused(portable: Any) -> None:
     source = memoryview(bytes(400))
     for wrong in (bytes(400), memoryview(bytearray(800))[::2], 7):
         with pytest.raises((BufferError, TypeError)):
-            portable.scatter(source, [wrong], 0)
-    with pytest.raises(TypeError):
-        portable.scatter(source, 5, 0)
+            portable.scatter([(source, [wrong], 0)])
+    for wrong in (5, [5], [(source, 5, 0)], [(source, [])], [[source, [], 0]], [("", [], 0)]):
+        with pytest.raises(TypeError):
+            portable.scatter(wrong)
     with pytest.raises(ValueError, match="too few"):
-        portable.scatter(source[:240], [memoryview(bytearray(240))], 0)
+        portable.scatter([(source[:240], [memoryview(bytearray(240))], 0)])
 
 
+def test_several_copies_by_one_call(portable: Any) -> None:
+    sources = [memoryview(os.urandom(size)) for size in (300, 70_000, 1024, 300)]
+    rooms = [memoryview(bytearray(source.nbytes)) for source in sources]
+    copies = [
+        (source, [room[:7], room[7:]], seed)
+        for seed, (source, room) in enumerate(zip(sources, rooms, strict=True))
+    ]
+    wanted = [xxhash.xxh3_64_intdigest(source, seed) for seed, source in enumerate(sources)]
+    for scattered in (portable.scatter, scatter.scatter):
+        assert scattered(copies) == wanted
+        assert rooms == sources
+        assert scattered([]) == []
+    # One that is wrong, and none is made.
+    for room in rooms:
+        room[:] = bytes(len(room))
+    with pytest.raises(ValueError, match="do not fill"):
+        portable.scatter([*copies, (sources[0], [rooms[1]], 0)])
+    assert not any(map(any, rooms))
+
+
+def test_nothing_is_kept_of_a_call(portable: Any) -> None:
+    """Whether it succeeds or fails, and however: all of what it held is let go."""
+    source, room = memoryview(bytes(400)), bytearray(400)
+    good = (source, [memoryview(room)], 0)
+    calls = [[good], [good, 5], [good, (source, [memoryview(room), 7], 0)], [good, good[:2]],
+             [(source, [memoryview(room)[:9]], 0)]]  # fmt: skip
+    held = [sys.getrefcount(value) for value in (source, room, good)]
+    for call in calls:
+        for _ in range(50):
+            with contextlib.suppress(TypeError, ValueError):
+                portable.scatter(call)
+    del call
+    assert [sys.getrefcount(value) for value in (source, room, good)] == held
+    del good, calls
+    room.append(1)  # nobody looks at it any more
+
+
+@pytest.mark.parametrize("wrong", [1, 0])
 def test_a_copy_that_gives_another_digest_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    wrong: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if scatter.VARIANT == "in turns":
+    built = scatter._native()
+    if built is None:
         pytest.skip("not built here")
-    from store.codec import _scatter
 
-    monkeypatch.setattr(_scatter, "scatter", scatter.in_turns)
-    assert scatter._native() is _scatter
-    wrong = lambda source, into, seed: scatter.in_turns(source, into, seed) ^ 1  # noqa: E731
-    monkeypatch.setattr(_scatter, "scatter", wrong)
-    assert scatter._native() is None
-    assert "install again" in caplog.text
+    def told(copies: Sequence[scatter.Copy]) -> list[int]:
+        return [scatter.in_turns(*copy) ^ wrong for copy in copies]
+
+    monkeypatch.setattr(built, "scatter", told)
+    assert scatter._native() is (None if wrong else built)
+    assert ("install again" in caplog.text) == bool(wrong)
 
 
 def test_a_map_shows_what_is_written_and_ends_with_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from store_damage import flip
 
 from store import heads, places
 from store.blocks import Blocks
-from store.codec import memory, reference, scatter
+from store.codec import memory, reference, scatter, stored
 from store.codec.layout import Layout
 from store.codec.pack import Exporter
 from store.codec.stored import Stored
@@ -110,16 +110,16 @@ def test_the_same_bytes_out_of_memory(
 ) -> None:
     store, layout, expected = saved
     seen: list[int] = []
-    copy = places.scatter
+    copy = stored.scatter
 
-    def noted(source: memoryview, into: Any, seed: int) -> int:
-        seen.append(source.nbytes)
-        return copy(source, into, seed)
+    def noted(copies: Any) -> list[int]:
+        seen.extend(source.nbytes for source, _, _ in copies)
+        return copy(copies)
 
     def never(*_: object) -> bool:
         raise AssertionError("the file was read")
 
-    monkeypatch.setattr(places, "scatter", noted)
+    monkeypatch.setattr(stored, "scatter", noted)
     if way != "beyond the end":
         monkeypatch.setattr(places, "_read", never)
     if way == "elsewhere":
