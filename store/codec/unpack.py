@@ -36,7 +36,7 @@ from store.codec.targets import Key, Reserve, StateArrays, Target, where
 from store.codec.transient import NullKVCache
 
 _TOGETHER = 8
-"""Pieces that a thread brings at a time: to wait for the interpreter's lock costs as much as one."""
+"""Pieces a thread brings at a time: waiting for the interpreter's lock costs as much as one."""
 
 
 class _Plan(NamedTuple):
