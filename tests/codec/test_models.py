@@ -114,7 +114,7 @@ def answers(requests: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.rotate(5)
+@pytest.mark.rotate(7)
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_a_state_survives_the_change_of_process(
     name: str, requests: dict[str, dict[str, Any]], answers: dict[str, dict[str, Any]]

@@ -23,7 +23,7 @@ def contents(layout: Any, caches: Any, held: int) -> list[bytes]:
     return [part for piece in pieces for part in (piece.header.pack(), bytes(piece.payload))]
 
 
-@pytest.mark.rotate(4)
+@pytest.mark.rotate(7)
 @pytest.mark.parametrize("name", list(TINY))
 def test_a_twin_and_a_kept_state_are_bit_equal_later(name: str) -> None:
     entry = TINY[name]
