@@ -60,6 +60,10 @@ class Least:
             tokens = [self._bytes(token) for token in vocabulary]
         added = list(hf.added_tokens_decoder.values())
         tokens += [self._bytes(str(one.content)) for one in added]
+        if backend.normalizer is not None:
+            # What such a token matches is another text than its content.
+            normal = backend.normalizer.normalize_str
+            tokens += [self._bytes(normal(str(one.content))) for one in added if one.normalized]
         strips = any(one.lstrip or one.rstrip for one in added)
         for kind in _VISIBLE if strips else _KINDS:
             self._others[kind] = bytes(set(range(256)) - set(_KINDS[kind]).intersection(whole))
@@ -114,6 +118,8 @@ class Least:
                 self._spaces = True
             elif step["type"] not in ("ByteLevel", "Digits", "Punctuation", "Split"):
                 return False
+        if kinds.count("ByteLevel") > 1:
+            return False
         self._byte_level = "ByteLevel" in kinds
         if self._byte_level:
             return not self._spaces

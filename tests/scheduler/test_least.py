@@ -131,6 +131,32 @@ def test_what_is_counted_where_characters_compose_does_not_compose() -> None:
             assert not begins("".join(chr(int(one, 16)) for one in parts.split()))
 
 
+def test_an_added_token_counts_as_what_it_matches() -> None:
+    """It is looked for in the text as the normalizer leaves it, in its own such form."""
+    for steps, content, text in (
+        ([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], "▁▁▁", " "),
+        ([normalizers.NFC(), normalizers.Replace(" ", "▁")], "\uf900" * 8, "\u8c48"),
+    ):
+        fast = Fast(models.BPE(byte_fallback=True))
+        fast.normalizer = normalizers.Sequence(steps)
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=list("ab▁"), show_progress=False,
+            special_tokens=[f"<0x{i:02X}>" for i in range(256)],
+        )  # fmt: skip
+        fast.train_from_iterator(["ab ab"], trainer)
+        hf = PreTrainedTokenizerFast(tokenizer_object=fast)
+        hf.add_tokens([AddedToken(content, normalized=True)])
+        real = len(hf(text * 4000, add_special_tokens=False)["input_ids"])
+        assert 0 < Least(hf).tokens(text * 4000, 1 << 40) <= real
+
+
+def test_nothing_is_said_of_bytes_that_are_spelled_twice() -> None:
+    fast = Fast(models.BPE())
+    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([step, step])
+    assert Least(PreTrainedTokenizerFast(tokenizer_object=fast)).tokens("a" * 999, 9) == 0
+
+
 def test_a_text_that_cannot_fit_is_not_tokenised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
