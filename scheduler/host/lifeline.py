@@ -74,6 +74,8 @@ def main(
         signal.signal(signal.SIGTERM, forward)
         signal.signal(signal.SIGINT, forward)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        # Whoever started us may have blocked them, and a block is inherited.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
         environment = {key: value for key, value in os.environ.items() if key != VARIABLE}
         child = subprocess.Popen(command, pass_fds=keep, env=environment)
         for number in early:

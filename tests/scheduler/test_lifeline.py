@@ -145,6 +145,22 @@ def test_a_signal_before_the_program_runs_reaches_it() -> None:
         assert keeper.wait(90) == 3
 
 
+def test_who_starts_it_may_have_blocked_signals() -> None:
+    """A mask is inherited, and with SIGCHLD in it nothing would tell of the program's end."""
+    command = [sys.executable, "-P", "-m", "scheduler.host.lifeline", "true"]
+    blocked = {signal.SIGCHLD, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        keeper = subprocess.Popen(command)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        assert keeper.wait(60) == 0
+    finally:
+        keeper.kill()
+        keeper.wait()
+
+
 def test_a_signal_that_another_thread_is_given_is_passed_on() -> None:
     """As one is that comes between two looks of the main thread: nothing interrupts its wait."""
     script = (
