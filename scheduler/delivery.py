@@ -29,10 +29,6 @@ from scheduler.redis_client import AWAY
 log = logging.getLogger("tandem.api")
 
 
-RETRIEVED_WITHIN = 600.0
-"""Seconds for which a foreground response goes on whose client was told to retrieve it later."""
-
-
 async def wait(backend: Backend, client: Client, request: Request) -> None:
     """Return at the end of the response that the client waits for, or when the client has gone."""
 
@@ -41,7 +37,7 @@ async def wait(backend: Backend, client: Client, request: Request) -> None:
             async for _ in backend.hub.follow(client.response):
                 pass
         except LogLost as error:
-            _keep(backend, client)
+            client.returns = True
             # It was accepted and may well be running: the client must not send it again by itself.
             raise Fault(
                 503,
@@ -75,11 +71,6 @@ async def attend(backend: Backend, job: Job) -> Client | None:
         here = [(client.response, client.name)]
         await run_sync(backend.jobs.attend, here, limiter=backend.looking)
     return client
-
-
-def _keep(backend: Backend, client: Client) -> None:
-    """The client has to come back without having failed: that may take it longer."""
-    client.grace = max(RETRIEVED_WITHIN, backend.config.jobs.abandon_seconds)
 
 
 async def look_up(backend: Backend, response: str) -> Job:
@@ -171,7 +162,7 @@ async def follow(
     except (LogLost, Fault) as error:
         log.warning("the stream of %s ends early: %s", job.id, error)
         if client is not None:
-            _keep(backend, client)
+            client.returns = True
         lost = {
             "type": "error",
             "code": "service_unavailable",

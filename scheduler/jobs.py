@@ -49,6 +49,9 @@ _FORECAST = 250
 
 CLIENT_LEASE = 60.0
 """Seconds for which a client that is not heard of again counts as waiting."""
+RETRIEVED_WITHIN = 600.0
+"""Seconds for which a foreground job goes on whose clients had to leave it without having failed:
+the API was stopped or killed, or told them to retrieve the answer later."""
 _AT_ONCE = 100
 """Jobs and clients that one call deals with: Redis does nothing else then."""
 
@@ -83,8 +86,8 @@ class Jobs:
         digest differs, HomeMoved where `home` or `past_home` is not so any more. A foreground
         request that equals one whose clients have all gone (see `abandon`), and that is not being
         cancelled, is given that one, under its id, and gets it again when it is repeated. Raises
-        ConversationBusy with `lock` while the conversation has a live turn, QueueFull, and
-        JobError when Redis is out of memory.
+        ConversationBusy with `lock` while the conversation has a live turn, QueueFull, JobNotFound
+        with `known` where the job is gone, and JobError when Redis is out of memory.
         """
         if not RESPONSE_ID.match(new.id):
             raise JobError(f"{new.id!r} is not a response id: use response_id()")
@@ -134,6 +137,7 @@ class Jobs:
             "node": new.node,
             "keep_home": KEEP,
             "adopt": not new.background,
+            "known": new.known,
             "client": new.client,
             "client_lease": CLIENT_LEASE,
             "prompt": fields["prompt_digest"],
@@ -160,6 +164,8 @@ class Jobs:
                 "Redis has no memory left for another job: raise its maxmemory or wait"
             ) from None
         match answer.decode():
+            case "gone":
+                raise JobNotFound(f"no job {new.id} any more")
             case "busy":
                 raise ConversationBusy(str(new.conversation), detail.decode())
             case "moved":
@@ -261,32 +267,35 @@ class Jobs:
                 pipe.expire(key, BRIEF)
             pipe.execute()
 
-    def attend(self, clients: Sequence[tuple[str, str]]) -> None:
+    def attend(self, clients: Sequence[tuple[str, str]], lease: float = CLIENT_LEASE) -> None:
         """Clients wait, or still wait, for jobs: pairs of a job's id and a client.
 
-        Each counts for CLIENT_LEASE seconds more. Background jobs wait for nobody, and one that is
+        Each counts for `lease` seconds more. Background jobs wait for nobody, and one that is
         being cancelled is not kept.
         """
         for begin in range(0, len(clients), _AT_ONCE):
-            args = {"clients": clients[begin : begin + _AT_ONCE], "client_lease": CLIENT_LEASE}
+            args = {"clients": clients[begin : begin + _AT_ONCE], "client_lease": lease}
             scripts.call(self.client, "attend", args)
 
-    def abandon(self, resp: str, client: str = "", grace: float | None = None) -> Status:
+    def abandon(self, resp: str, client: str = "") -> Status:
         """A client waits no longer for a foreground job; returns the job's status.
 
-        When none does, it is cancelled after `grace` seconds (jobs.abandon_seconds by default)
-        unless the same request comes again: clients that time out send it again, and must not
-        begin anew. May be said twice. Raises JobNotFound.
+        When none does, it is cancelled after jobs.abandon_seconds unless the same request comes
+        again: clients that time out send it again, and must not begin anew. May be said twice.
+        Raises JobNotFound.
         """
-        seconds = self.settings.abandon_seconds if grace is None else grace
-        return self._stop("abandon", resp, client=client, grace=max(0.0, seconds))
+        grace = self.settings.abandon_seconds
+        return self._stop("abandon", resp, client=client, grace=grace)
 
     def give_up(self) -> tuple[int, int]:
         """Cancel the jobs that all clients have left for long enough.
 
+        Those that are silent may be there still, where the clock was set or the API hears nothing
+        of Redis, or were cut off with the API: they have RETRIEVED_WITHIN to come again.
         Returns of how many the clients were found to be silent, and how many were cancelled.
         """
-        args = {**self._last_words, "grace": self.settings.abandon_seconds, "most": _AT_ONCE}
+        grace = max(RETRIEVED_WITHIN, self.settings.abandon_seconds)
+        args = {**self._last_words, "grace": grace, "most": _AT_ONCE}
         silent = cancelled = 0
         more = True
         while more:

@@ -133,7 +133,8 @@ class NewJob:
     `home`: what the conversation's pointer said when `node` was chosen (`scheduler.homes`), "" for
     nothing; None, without looking, where there is one decode node. `past`: the conversation that
     `previous` is a turn of, where that is another one; `past_home`: as `home`, of that one.
-    `client`: names the connection that waits for a foreground job (`Jobs.abandon`).
+    `client`: names the connection that waits for a foreground job (`Jobs.abandon`). `known`: only
+    asks again for a job that was accepted, and has nothing that another could be made of.
     """
 
     id: str
@@ -152,6 +153,7 @@ class NewJob:
     deadline: float | None = None
     digest: str = ""
     client: str = ""
+    known: bool = False
     ledger: bytes = b""
     owner_waiting: int = 0
     home: str | None = None

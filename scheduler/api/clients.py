@@ -6,6 +6,7 @@ as its lease is renewed: those of a process that was killed are missed when that
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from scheduler.api.items import new_id
-from scheduler.jobs import CLIENT_LEASE, Jobs
+from scheduler.jobs import CLIENT_LEASE, RETRIEVED_WITHIN, Jobs
 from scheduler.record import JobNotFound
 from scheduler.redis_client import AWAY
 
@@ -35,14 +36,14 @@ def new_client() -> str:
 class Client:
     """One connection that waits for `response`.
 
-    `over`: the response has ended, and nobody waits for it any more. `grace`: seconds for which the
-    response goes on without it, where that is not jobs.abandon_seconds.
+    `over`: the response has ended, and nobody waits for it any more. `returns`: it did not go by
+    itself, and may come to retrieve the response.
     """
 
     response: str
     name: str = field(default_factory=new_client)
     over: bool = False
-    grace: float | None = None
+    returns: bool = False
 
 
 class Clients:
@@ -65,9 +66,11 @@ class Clients:
         self._thread.start()
 
     def close(self) -> None:
-        """Tell that all have gone, where Redis is there to hear it, and end."""
+        """Tell that all had to go, where Redis is there to hear it, and end."""
         with self._lock:
             here, self._here = self._here, set()
+        for client in here:
+            client.returns = True
         self._gone.extend(client for client in here if not client.over)
         self._ended.set()
         self._wake.set()
@@ -81,6 +84,9 @@ class Clients:
             self._here.add(client)
         try:
             yield
+        except asyncio.CancelledError:
+            client.returns = True  # the API is stopped: the client would wait still
+            raise
         finally:
             with self._lock:
                 self._here.discard(client)
@@ -100,7 +106,10 @@ class Clients:
         while self._gone:
             client = self._gone[0]
             try:
-                self._jobs.abandon(client.response, client.name, client.grace)
+                if client.returns:
+                    self._jobs.attend([(client.response, client.name)], RETRIEVED_WITHIN)
+                else:
+                    self._jobs.abandon(client.response, client.name)
             except AWAY:
                 raise
             except JobNotFound:

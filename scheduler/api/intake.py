@@ -33,6 +33,7 @@ from scheduler.record import (
     ConversationBusy,
     HomeMoved,
     IdempotencyConflict,
+    JobNotFound,
     NewJob,
     QueueFull,
     response_id,
@@ -66,10 +67,11 @@ def accept(
     background = bool(body.background)
     client = "" if background else new_client()
     if key is not None and backend.jobs.known(resp := response_id(owner, key)):
-        return _submit(
-            backend,
-            NewJob(resp, model, {}, [0], digest=digest, background=background, client=client),
+        repeated = NewJob(
+            resp, model, {}, [0], digest=digest, background=background, client=client, known=True
         )
+        with contextlib.suppress(JobNotFound):  # it may have been kept for long enough just now
+            return _submit(backend, repeated)
     items = items_of(resolved(backend, body.input))
     _refuse_empty(body, items, waiting=body.conversation_id is not None)
     with notes.stage("pictures"):

@@ -16,6 +16,7 @@ if status then
   if args.adopt and not TERMINAL[status] and cancel ~= '1' then attend(found, args.client) end
   return {found == args.id and 'duplicate' or 'adopted', found}
 end
+if args.known then return {'gone', ''} end
 if args.adopt and args.digest ~= '' then
   -- The same request as one whose client has gone: it goes on, for this client.
   local name = 'tandem:twin:' .. args.owner .. ':' .. args.digest

@@ -190,8 +190,10 @@ end
 local function attend(id, client)
   redis.call('ZREM', 'tandem:abandoned', id)
   if client == '' then return end
-  redis.call('ZADD', 'tandem:waiting:' .. id, stamp(NOW + args.client_lease), client)
-  redis.call('ZADD', 'tandem:attended', stamp(NOW + args.client_lease), id)
+  local waiting = 'tandem:waiting:' .. id
+  redis.call('ZADD', waiting, stamp(NOW + args.client_lease), client)
+  redis.call('EXPIRE', waiting, math.ceil(args.client_lease) + 86400)  -- in case nobody removes it
+  redis.call('ZADD', 'tandem:attended', 'GT', stamp(NOW + args.client_lease), id)
 end
 
 -- Nobody waits for a job any more: it is called off after a grace, unless it is asked for before.

@@ -23,9 +23,9 @@ from scheduler.api.clients import Client, Clients
 from scheduler.api.faults import Fault
 from scheduler.api.stream import EventHub, EventStream
 from scheduler.config import JobsConfig
-from scheduler.jobs import Jobs
+from scheduler.jobs import RETRIEVED_WITHIN, Jobs
 from scheduler.reclaim import Reclaimer
-from scheduler.record import Job, NewJob
+from scheduler.record import Job, JobNotFound, NewJob
 from scheduler.redis_client import connect, connect_async
 from scheduler.runs import Runs
 
@@ -66,7 +66,8 @@ class Losing:
         # The scripts are known, and the connection is there: the next answer is a script's.
         new = new_job(client="x")
         self.jobs.accept(new)
-        self.jobs.abandon(new.id, "x", 0)
+        self.jobs.abandon(new.id, "x")
+        self.jobs.cancel(new.id)
 
     def lose_one(self) -> Jobs:
         self.losses[0] = 1
@@ -102,9 +103,9 @@ def test_a_client_is_counted_once_whatever_is_lost(
 def test_leaving_twice_does_not_put_off_the_end(client: redis.Redis, jobs: Jobs) -> None:
     new = new_job(digest="d", client="one")
     jobs.accept(new)
-    jobs.abandon(new.id, "one", 5)
+    jobs.abandon(new.id, "one")
     at = client.zscore("tandem:abandoned", new.id)
-    jobs.abandon(new.id, "one", 5000)
+    Jobs(client, JobsConfig(abandon_seconds=5000)).abandon(new.id, "one")
     assert client.zscore("tandem:abandoned", new.id) == at
 
 
@@ -341,6 +342,13 @@ class Here:
         self.clients.renew()
         assert abandoned(self.redis) == {self.client.response}
 
+    def assert_expected(self) -> None:
+        """It did not go by itself: nothing is given up while it may come again."""
+        self.clients.tell_gone()
+        assert not abandoned(self.redis)
+        lease = self.redis.zscore("tandem:attended", self.client.response)
+        assert lease - self.redis.time()[0] > RETRIEVED_WITHIN - 60
+
 
 async def _run(serving: Any, cancelled: bool) -> None:
     task = asyncio.ensure_future(serving)
@@ -369,7 +377,10 @@ def test_a_stream_that_ends_early_is_missed(client: redis.Redis, way: str) -> No
     during = here.clients.serving(here.client)
     served = EventStream(chunks(), during=during)({"type": "http"}, receive, send)
     asyncio.run(_run(served, cancelled))
-    here.assert_missed()
+    if cancelled:
+        here.assert_expected()
+    else:
+        here.assert_missed()
 
 
 def test_a_stream_whose_response_has_ended_says_nothing_more(client: redis.Redis) -> None:
@@ -421,10 +432,11 @@ def test_a_waiting_request_that_ends_early_is_missed(
         here.clients.tell_gone()
         assert not abandoned(client)
         return
-    here.assert_missed()
-    # Who was told to retrieve it later has the time to do so.
-    left = client.zscore("tandem:abandoned", here.client.response) - client.time()[0]
-    assert (left > JobsConfig().abandon_seconds + 60) is (way == "lost")
+    if way == "gone":
+        here.assert_missed()
+        return
+    # Who was told to retrieve it later, or was cut off by us, has the time to do so.
+    here.assert_expected()
 
 
 class Plain:
@@ -452,7 +464,7 @@ def test_a_followed_stream_says_whether_it_was_to_the_end(
     last = "error" if way == "lost" else "response.incomplete"
     assert asyncio.run(follows())[-1] == last
     assert here.client.over is (way == "ended")
-    assert here.client.grace == (delivery.RETRIEVED_WITHIN if way == "lost" else None)
+    assert here.client.returns is (way == "lost")
 
 
 def test_who_goes_just_as_events_are_heard_is_let_go(client: redis.Redis, redis_url: str) -> None:
@@ -506,9 +518,52 @@ def test_who_goes_while_redis_is_away_is_missed_later(client: redis.Redis, redis
     losing.client.close()
 
 
-def test_when_the_process_stops_all_have_gone(client: redis.Redis) -> None:
+def test_when_the_process_stops_all_may_come_again(client: redis.Redis) -> None:
     here, also = Here(client), Here(client)
     here.clients.start()
     with here.clients.serving(here.client), here.clients.serving(also.client):
         here.clients.close()
-        assert abandoned(client) == {here.client.response, also.client.response}
+        for one in (here, also):
+            one.assert_expected()
+
+
+def test_who_will_return_outlasts_who_leaves(client: redis.Redis) -> None:
+    here = Here(client)
+    here.jobs.attend([(here.client.response, "another")])
+    here.client.returns = True
+    with here.clients.serving(here.client):
+        pass
+    here.clients.tell_gone()
+    here.jobs.attend([(here.client.response, "another")])
+    here.jobs.abandon(here.client.response, "another")
+    here.assert_expected()
+
+
+def test_silent_clients_have_time_to_return(client: redis.Redis) -> None:
+    """Redis' clock went ahead, or the API was killed: whoever is there says so before long."""
+    hasty = Jobs(client, JobsConfig(abandon_seconds=0))
+    new = new_job(client="one")
+    hasty.accept(new)
+    client.zadd("tandem:attended", {new.id: 1.0})
+    assert hasty.give_up() == (1, 0)
+    assert hasty.give_up() == (0, 0)
+    left = client.zscore("tandem:abandoned", new.id) - client.time()[0]
+    assert left > RETRIEVED_WITHIN - 60
+    hasty.attend([(new.id, "one")])
+    assert not abandoned(client)
+
+
+def test_names_of_clients_do_not_stay_for_ever(client: redis.Redis, jobs: Jobs) -> None:
+    """Workers of before these were known end jobs without removing them."""
+    new = new_job(client="one")
+    jobs.accept(new)
+    assert 0 < client.ttl(f"tandem:waiting:{new.id}") < 2 * 86_400
+
+
+def test_what_is_only_asked_for_again_makes_no_job(client: redis.Redis, jobs: Jobs) -> None:
+    new = new_job(client="one")
+    with pytest.raises(JobNotFound):
+        jobs.accept(replace(new, known=True))
+    assert not client.exists(f"tandem:job:{new.id}", f"tandem:waiting:{new.id}")
+    jobs.accept(new)
+    assert jobs.accept(replace(new, known=True)).duplicate
