@@ -8,15 +8,18 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.calibrate import UNQUIET
 from engine.errors import ModelError
 from engine.library import DEFAULT_MODEL, resolve
 from store.paths import models_dir
 
 if TYPE_CHECKING:
     from engine.model import Model
+    from engine.profile import Profile
 
 ROUNDS = 3
 Factors = Mapping[int, float] | None
@@ -31,7 +34,7 @@ what multiplies matrices; the share of that is told.
 
 With --shapes no weights are needed: one layer of each kind is made of random numbers in the shapes
 of a config.json, and the others are counted. Without --components the rates are shown that tandem
-calibrate has measured.
+calibrate has measured, as a table.
 """
 
 
@@ -81,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             model, name = load(path, device), path.name
         found = measure(
             model, arguments.chunk, arguments.context, arguments.width,
-            max(1, arguments.rounds), factors,
+            max(1, arguments.rounds), factors, lambda line: print(line, file=sys.stderr),
         )  # fmt: skip
     except ModelError as error:
         print(f"profile: {error}", file=sys.stderr)
@@ -99,13 +102,14 @@ def measure(
     width: int,
     rounds: int,
     factors: Factors = None,
+    say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """The parts of one prefill chunk after `context` tokens and of one decode step after those.
 
     `seconds` are medians over `rounds` rounds. `undivided`: the same forward without evaluation
     between its parts; `loop`: what our own loop adds to that; `left`: the divided sum's excess.
     With `factors` (see `components.Probe`) the parts are those of the whole model, and the times of
-    whole steps those of the layers that are here.
+    whole steps those of the layers that are here. `say` gets a line before every round.
     Raises ModelError where the model's context is too short.
     """
     from engine.probe import token_ids
@@ -122,13 +126,30 @@ def measure(
         "chunk": chunk,
         "context": context,
         "width": width,
-        "prefill": _prefill(model, ids, context, chunk, rounds, factors),
-        "decode": _decode(model, ids[: context + 1], width, rounds, factors),
+        "prefill": _prefill(
+            model, ids, context, chunk, rounds, factors, _counted(say, "prefill", rounds)
+        ),
+        "decode": _decode(
+            model, ids[: context + 1], width, rounds, factors, _counted(say, "decode", rounds)
+        ),
     }
 
 
+def _counted(say: Callable[[str], object], what: str, rounds: int) -> Callable[[int], object]:
+    """Tells that a round begins; the first, number 0, only warms up."""
+    return lambda number: say(
+        f"{what}: round {number} of {rounds}" if number else f"{what}: warming up"
+    )
+
+
 def _prefill(
-    model: Model, ids: list[int], context: int, chunk: int, rounds: int, factors: Factors
+    model: Model,
+    ids: list[int],
+    context: int,
+    chunk: int,
+    rounds: int,
+    factors: Factors,
+    begins: Callable[[int], object],
 ) -> dict[str, Any]:
     import mlx.core as mx
 
@@ -151,11 +172,16 @@ def _prefill(
         prefill = Prefill(model, ids[: context + chunk + 1], context, caches, chunk)
         return lambda: prefill.step()
 
-    return _divide(model, held, forward, ours, rounds, factors, sampling=None)
+    return _divide(model, held, forward, ours, rounds, factors, begins, sampling=None)
 
 
 def _decode(
-    model: Model, ids: list[int], width: int, rounds: int, factors: Factors
+    model: Model,
+    ids: list[int],
+    width: int,
+    rounds: int,
+    factors: Factors,
+    begins: Callable[[int], object],
 ) -> dict[str, Any]:
     import mlx.core as mx
 
@@ -199,7 +225,7 @@ def _decode(
         chosen.tolist()
         return time.perf_counter() - began
 
-    return _divide(model, held, forward, ours, rounds, factors, sampling)
+    return _divide(model, held, forward, ours, rounds, factors, begins, sampling)
 
 
 def _divide(
@@ -209,6 +235,7 @@ def _divide(
     ours: Callable[[Any], Callable[[], Any]],
     rounds: int,
     factors: Factors,
+    begins: Callable[[int], object],
     sampling: Callable[[], float] | None,
 ) -> dict[str, Any]:
     from engine.components import Probe
@@ -220,6 +247,7 @@ def _divide(
     parts: dict[str, list[float]] = {}
     calls: dict[str, int] = {}
     for number in range(rounds + 1):
+        begins(number)
         seconds = _timed(forward(held()))
         looped = _timed(ours(held()))
         probe = Probe(model.lm, factors)
@@ -285,15 +313,20 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"  {'our own loop':<20}{'':>7}{1000 * part['loop_s']:>11.3f} ms")
         lines.append(
             f"  divided {1000 * part['divided_s']:.2f} ms, undivided "
-            f"{1000 * part['undivided_s']:.2f} ms: the difference is evaluation between parts"
+            f"{1000 * part['undivided_s']:.2f} ms: {_difference(part)}"
         )
         lines.append(f"  matrix units can speed up {part['matrix_share']:.1%} of it")
     return "\n".join(lines)
 
 
-def _recorded(path: Path, device: Any, as_json: bool) -> int:
-    from dataclasses import asdict
+def _difference(part: Mapping[str, Any]) -> str:
+    """What the divided time is beside the undivided one, which it can exceed but not undercut."""
+    if part["left_s"] < -UNQUIET * part["undivided_s"]:
+        return "other programs ran meanwhile; run it again when the machine is quiet"
+    return "the difference is evaluation between parts"
 
+
+def _recorded(path: Path, device: Any, as_json: bool) -> int:
     from engine.profile import find
 
     profile = find(path, device)
@@ -301,5 +334,43 @@ def _recorded(path: Path, device: Any, as_json: bool) -> int:
         raise ModelError(
             f"{path.name} has not been measured here: run tandem calibrate, or give --components"
         )
-    print(json.dumps(asdict(profile), default=str) if as_json else profile)
+    print(json.dumps(asdict(profile), default=str) if as_json else rates(path.name, profile))
     return 0
+
+
+def rates(name: str, profile: Profile) -> str:
+    """What `tandem calibrate` measured, for people; contexts, chunks and forwards in tokens."""
+    lines = [
+        f"{name} on {profile.device} ({profile.dtype}, mlx {profile.mlx}), by tandem calibrate"
+    ]
+    lines += ["", f"{'prefill: chunk':>16}{'prompt':>9}{'tokens/s':>12}"]
+    lines += [
+        f"{p['chunk']:>16,.0f}{p['context']:>9,.0f}{p['rate']:>12,.1f}" for p in profile.prefill
+    ]
+    if profile.forwards:
+        lines += ["", f"{'one forward of':>16}{'':>9}{'ms':>12}"]
+        lines += [
+            f"{p['tokens']:>16,.0f}{'':>9}{1000 * p['seconds']:>12,.2f}" for p in profile.forwards
+        ]
+    lines += ["", f"{'decode: rows':>16}{'context':>9}{'tokens/s':>12}"]
+    lines += [
+        f"{p['width']:>16,.0f}{p['context']:>9,.0f}{p['rate']:>12,.1f}"
+        for p in sorted(profile.decode, key=lambda p: (p["context"], p["width"]))
+    ]
+    lines += ["", f"a prompt costs {1000 * profile.prompt_s:.2f} ms besides its chunks"]
+    if profile.beside:
+        both = ", ".join(f"{role} {times:.2f}" for role, times in profile.beside.items())
+        lines.append(f"times as long while the other role works on this machine: {both}")
+    if profile.state:
+        lines.append(
+            f"a state has {profile.state.get('fixed', 0):,.0f} bytes and "
+            f"{profile.state.get('per_token', 0):,.0f} for each token"
+        )
+    merged = profile.merge_from
+    lines.append(f"used: chunks of {profile.chunk:,} tokens, rows merged from {merged}")
+    if profile.spread > UNQUIET:
+        lines.append(
+            f"rounds differed by up to {profile.spread:.0%}: other programs ran meanwhile; "
+            "calibrate again when the machine is quiet"
+        )
+    return "\n".join(lines)

@@ -80,7 +80,12 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_single_vectors_are_nothing_for_matrix_units() -> None:
-    found = measure(tiny("llama"), chunk=32, context=40, width=1, rounds=1)
+    said: list[str] = []
+    found = measure(tiny("llama"), chunk=32, context=40, width=1, rounds=1, say=said.append)
+    assert said == [
+        "prefill: warming up", "prefill: round 1 of 1",
+        "decode: warming up", "decode: round 1 of 1",
+    ]  # fmt: skip
     assert found["prefill"]["matrix_share"] > 0
     assert found["decode"]["matrix_share"] == 0
     assert found["decode"]["sampling_s"] > 0
@@ -91,6 +96,10 @@ def test_single_vectors_are_nothing_for_matrix_units() -> None:
     told = table({**found, "model": "tiny", "device": {"kind": "cpu"}})
     for words in ("a prefill chunk of 32 tokens after 40", "our own loop", "matrix units"):
         assert words in told
+    for left, words in ((-0.5, "run it again when the machine is quiet"), (0.5, "evaluation")):
+        times = {"undivided_s": 1.0, "divided_s": 1.0 + left, "left_s": left}
+        parts = {name: {**found[name], **times} for name in ("prefill", "decode")}
+        assert table({**found, **parts, "model": "tiny", "device": {}}).count(words) == 2
     with pytest.raises(ModelError, match="do not fit"):
         measure(tiny("llama"), chunk=4000, context=4000, width=1, rounds=1)
 

@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.model import Model, load
 from engine.neighbour import beside
 from engine.profile import NAME, Profile, find, record
+from engine.profile_command import rates
 from engine.rows import Row
 
 
@@ -50,6 +51,19 @@ def test_rows_are_merged_where_that_is_faster(device: Device) -> None:
     slow = {(1, 64): 10.0, (2, 64): 9.0, (4, 64): 9.5}
     assert profile_of(device, {}, slow).merge_from == 5
     assert profile_of(device, {}, {}).merge_from == 2
+
+
+def test_what_was_measured_is_told_as_a_table(device: Device) -> None:
+    profile = profile_of(device, {128: 98.04, 256: 1100.0}, {(1, 64): 10.0, (4, 64): 25.5})
+    forwards = [{"tokens": 16, "context": 0, "seconds": 0.0125}]
+    told = rates("tiny", dataclasses.replace(profile, forwards=forwards, prompt_s=0.002))
+    lines = [line.split() for line in told.splitlines()]
+    for row in ("128 512 98.0", "256 512 1,100.0", "1 64 10.0", "4 64 25.5", "16 12.50"):
+        assert row.split() in lines
+    assert "a prompt costs 2.00 ms besides its chunks" in told
+    assert "chunks of 256 tokens, rows merged from 4" in told
+    assert "quiet" not in told
+    assert "quiet" in rates("tiny", dataclasses.replace(profile, spread=0.5))
 
 
 def test_what_one_row_of_several_gets(device: Device) -> None:
