@@ -26,12 +26,15 @@ class DataMap:
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
         """Bytes of the file; None beyond its end, where a look would end the process."""
-        stop = offset + nbytes
-        if stop > self._end:
-            self._end = os.fstat(self._fd).st_size
-        if offset < 0 or stop > min(self._end, self._memory.nbytes):
+        stop, memory = offset + nbytes, self._memory
+        if stop > self._end and stop <= memory.nbytes:
+            try:
+                self._end = os.fstat(self._fd).st_size
+            except OSError:  # closed meanwhile
+                return None
+        if offset < 0 or stop > min(self._end, memory.nbytes):
             return None
-        return self._memory[offset:stop]
+        return memory[offset:stop]
 
     def close(self) -> None:
         """Give no more views. The map itself goes with the last one that is left."""

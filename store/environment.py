@@ -10,6 +10,7 @@ stuck in `begin` for too long.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import queue
 import threading
@@ -26,6 +27,7 @@ from store.data_map import DataMap
 from store.errors import MapFull, StoreDamaged, StoreError, StoreFull, StoreStuck
 from store.migrations import MIGRATIONS, migrate
 
+log = logging.getLogger(__name__)
 Txn: TypeAlias = Any
 Table: TypeAlias = Any
 T = TypeVar("T")
@@ -90,6 +92,9 @@ class Environment:
         self._queue: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._begin_since: float | None = None
         self.closed = False
+        self._open = True
+        self._readers = 0
+        self._reading = threading.Condition()
         self._writer = threading.Thread(target=self._run, name="store-writer", daemon=True)
         self._writer.start()
 
@@ -142,13 +147,19 @@ class Environment:
 
         Raises StoreDamaged if LMDB cannot read its own pages.
         """
-        if self.closed:
-            raise StoreError("the store is closed: open it again")
+        with self._reading:
+            if self.closed:
+                raise StoreError("the store is closed: open it again")
+            self._readers += 1
         try:
             with self.env.begin(buffers=True) as txn:
                 yield txn
         except lmdb.Error as error:
             raise _translate(error, self.path) from error
+        finally:
+            with self._reading:
+                self._readers -= 1
+                self._reading.notify_all()
 
     def write(self, work: Callable[[Txn], T]) -> T:
         """Run `work` in a write transaction on the writing thread and return after its commit.
@@ -234,19 +245,27 @@ class Environment:
     def close(self, *, keep_lock: bool = False) -> None:
         """Finish what is queued, flush and release the directory. Calling it twice is harmless.
 
-        With `keep_lock` the directory stays locked until the next call.
+        With `keep_lock` the directory stays locked until the next call. Where somebody still reads
+        or writes after `begin_seconds`, all is flushed and stays open until the process ends: what
+        is unmapped under them would crash it.
         """
         if not self.closed:
-            self.closed = True
+            with self._reading:
+                self.closed = True
+                self._reading.wait_for(lambda: not self._readers, self.begin_seconds)
             self._queue.put(None)
             self._writer.join(self.begin_seconds)
             if self._writer.is_alive():
-                return  # stuck in `begin`: closing under it would crash, the process must end
+                return  # stuck in `begin`
             self.env.sync(True)
+            if self._readers:
+                log.warning("the store in %s is still read: it is flushed, not closed", self.path)
+                return
             self.env.close()
             self.data_map.close()
             os.close(self.data_fd)
-        if self._lock_fd >= 0 and not keep_lock and not self._writer.is_alive():
+            self._open = False
+        if self._lock_fd >= 0 and not keep_lock and not self._open:
             os.close(self._lock_fd)
             self._lock_fd = -1
 

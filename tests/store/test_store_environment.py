@@ -125,6 +125,45 @@ def test_a_process_that_was_stopped_is_not_stuck(tmp_path: Path) -> None:
     environment.close()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_closing_waits_for_who_reads(tmp_path: Path, ends: bool) -> None:
+    """What is unmapped under a reader ends the process; one that does not end keeps all open."""
+    path = tmp_path / "store"
+    environment = Environment.open(path, 64 << 20, begin_seconds=60.0 if ends else 0.1)
+    environment.write(lambda txn: txn.put(b"k", b"v" * 3000, db=environment.meta))
+    reading, go_on = threading.Event(), threading.Event()
+    seen: list[bytes] = []
+
+    def read() -> None:
+        with environment.read() as txn:
+            value = txn.get(b"k", db=environment.meta)
+            reading.set()
+            assert go_on.wait(60)
+            seen.append(bytes(value))
+
+    reader = threading.Thread(target=read)
+    closer = threading.Thread(target=environment.close)
+    reader.start()
+    assert reading.wait(60)
+    closer.start()
+    eventually(lambda: environment.closed, "closing does not begin")
+    with pytest.raises(StoreError, match="closed"), environment.read():
+        pass
+    if ends:
+        go_on.set()
+    closer.join(60)
+    assert not closer.is_alive()
+    go_on.set()
+    reader.join(60)
+    assert seen == [b"v" * 3000]
+    if ends:
+        Environment.open(path, 0).close()
+    else:
+        with pytest.raises(StoreError, match="owns the store"):
+            Environment.open(path, 0)
+        environment.env.close()
+
+
 def test_a_failed_transaction_changes_nothing(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store", 64 << 20)
 
