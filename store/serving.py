@@ -159,12 +159,15 @@ class Server:
                 target=self._serve, args=(client, secret), name="store-rpc-client", daemon=True
             )
             with self._lock:
-                full = len(self._clients) >= MAX_CLIENTS
-                if not full:
-                    self._clients[client] = thread
-                    thread.start()
-            if full:
-                log.warning("refused a client: %d are connected", MAX_CLIENTS)
+                refused = f"{MAX_CLIENTS} are connected" * (len(self._clients) >= MAX_CLIENTS)
+                if not refused:
+                    try:
+                        thread.start()
+                        self._clients[client] = thread
+                    except RuntimeError as error:  # no thread is to be had
+                        refused = str(error)
+            if refused:
+                log.warning("refused a client: %s", refused)
                 client.close()
 
     def _serve(self, client: socket.socket, secret: bytes | None) -> None:

@@ -161,6 +161,28 @@ def test_many_threads_share_one_client(server: Server) -> None:
     client.close()
 
 
+def test_a_client_that_no_thread_can_serve_is_refused(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failed = Thread.start, Event()
+
+    def fails_once(self: Thread) -> None:
+        if self.name == "store-rpc-client" and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(Thread, "start", fails_once)
+    with socket.socket(socket.AF_UNIX) as refused:
+        refused.settimeout(60)
+        refused.connect(str(server.path))
+        assert refused.recv(1) == b""
+    assert failed.is_set()
+    client = StoreClient(server.path, PATIENCE)
+    assert client.call("ping") == "pong"
+    client.close()
+
+
 def test_closing_waits_for_requests_in_flight(
     store: Store, short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
