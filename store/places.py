@@ -172,6 +172,6 @@ def _read(fd: int, offset: int, into: Sequence[memoryview | bytearray], nbytes: 
             if os.preadv(fd, some, offset) != wanted:
                 return False
             offset += wanted
-    except OSError:
+    except (OSError, OverflowError):  # a page may be noted that no file has
         return False
     return True

@@ -59,7 +59,8 @@ def restored(store: Store, layout: Layout) -> Any:
 
 
 @pytest.mark.parametrize(
-    "way", ["noted", "refused", "short", "elsewhere", "unknown", "few buffers", "one thread"]
+    "way",
+    ["noted", "refused", "short", "elsewhere", "nowhere", "unknown", "few buffers", "one thread"],
 )
 def test_the_same_bytes_whichever_way_they_come(
     saved: tuple[Store, Layout, list[bytes]], way: str, monkeypatch: pytest.MonkeyPatch
@@ -83,6 +84,8 @@ def test_the_same_bytes_whichever_way_they_come(
         monkeypatch.setattr(places, "_MOST_BUFFERS", 4)
     if way == "elsewhere":
         noting(monkeypatch, lambda page: page + 1)
+    if way == "nowhere":
+        noting(monkeypatch, lambda page: 1 << 62)
     if way == "unknown":
         noting(monkeypatch, None)
     if way == "one thread":
@@ -95,7 +98,7 @@ def test_the_same_bytes_whichever_way_they_come(
     if way in ("noted", "few buffers", "one thread"):
         assert len(seen) > values
         assert all(seen)
-    if way in ("elsewhere", "unknown"):
+    if way in ("elsewhere", "nowhere", "unknown"):
         # Where a value was found is known from then on.
         seen.clear()
         assert contents(layout, restored(store, layout)) == expected
