@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml constraints.txt store/codec/scatter.c
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): some minutes, and 2 GB of disk"
 	$(PY) -m pip install --quiet --upgrade pip
+	@# Without a compiler none is built, and one of before would stay.
+	rm -f store/codec/_scatter*.so
 	@# setuptools warns that folders may shadow a flat layout; tests/test_package.py watches that.
 	PYTHONWARNINGS=ignore $(PY) -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@

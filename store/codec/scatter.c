@@ -297,7 +297,7 @@ static int open_job(Job *job, PyObject *told)
     }
     if (PyObject_GetBuffer(source, job->buffers, PyBUF_SIMPLE) < 0)
         return -1;
-    Py_ssize_t nbytes = 0;
+    size_t nbytes = 0;
     for (job->count = 1; job->count <= wanted; job->count++) {
         PyObject *item = PySequence_GetItem(into, job->count - 1);
         Py_buffer *buffer = job->buffers + job->count;
@@ -305,13 +305,13 @@ static int open_job(Job *job, PyObject *told)
         Py_XDECREF(item); /* the buffer holds it */
         if (failed)
             return -1;
-        nbytes += buffer->len;
+        nbytes += (size_t)buffer->len;
     }
-    if (nbytes != job->buffers->len)
-        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill buffers of %zd", job->buffers->len,
+    if (nbytes != (size_t)job->buffers->len)
+        PyErr_Format(PyExc_ValueError, "%zd bytes do not fill buffers of %zu", job->buffers->len,
                      nbytes);
     else if (nbytes <= SHORT)
-        PyErr_Format(PyExc_ValueError, "%zd bytes are too few: at least %d", nbytes, SHORT + 1);
+        PyErr_Format(PyExc_ValueError, "%zu bytes are too few: at least %d", nbytes, SHORT + 1);
     return PyErr_Occurred() ? -1 : 0;
 }
 

@@ -123,7 +123,7 @@ class Importer:
         try:
             memory.Running(_together(map(self._bringing, rows)), self._threads(nbytes)).join()
         except BaseException as error:
-            self._broken = self._broken or str(error)
+            self._broken = self._broken or str(error) or repr(error)
             raise
 
     def finish(self, snapshot: Piece | Stored) -> Sequence[Any]:
