@@ -50,6 +50,8 @@ _WORD = 2.0
 _SWEEP = 10.0
 _RETRY = 30.0
 
+#: Why a state is cold that no prefill node has sent.
+COMPUTED_HERE = "no prefill node computed it: it is computed here"
 #: What finding a state is called, by where it was.
 _STAGES = {
     "cold": "unpack",
@@ -156,9 +158,12 @@ class Engine:
         with charge(notes.meter):
             start = self._starts.find(job, emitted)
         told = {"tokens": len(start.ids), **({"early": start.early} if start.early else {})}
-        notes.add(_STAGES[start.path], began, time.monotonic(), **told)
+        # No state was sent, so that none was unpacked.
+        here = start.path == "cold" and not start.ids and job.handoff is None
+        notes.add("begin" if here else _STAGES[start.path], began, time.monotonic(), **told)
         notes.facts["store_read"] = start.read
-        notes.fork("state", start.path, "; ".join(start.notes))
+        why = start.notes or [COMPUTED_HERE] * here
+        notes.fork("state", start.path, "; ".join(why))
         notes.fork("kernels", *kernels(self._model.device))
         began = time.monotonic()
         try:

@@ -107,6 +107,10 @@ def _between(job: Job, pieces: Sequence[Piece], ended: float | None) -> list[dic
             made.append({"stage": stage, "lane": lane, "start": begun, "seconds": until - begun,
                          **facts})  # fmt: skip
 
+    # Waits that ended without a run: the decode node took the job over (`lua/take_over.lua`).
+    alone = [(piece, moved) for piece in pieces if (moved := piece.number("moved")) is not None]
+    for piece, moved in alone:
+        add("no prefill node", "queue", piece.base, moved, queue=piece.text("queue"))
     for number, piece in enumerate(runs):
         taken, enqueued = piece.number("taken") or 0.0, piece.number("enqueued")
         about = {"node": piece.text("node"), "run": piece.name}
@@ -120,13 +124,16 @@ def _between(job: Job, pieces: Sequence[Piece], ended: float | None) -> list[dic
         if following is None and number + 1 == len(runs):
             # A live job has told Redis of its run's end and waits, or runs, again.
             following = ended if job.ended else job.enqueued_at or None
+        # Telling of a run put the job into the queue in which such a wait began.
+        back = [wait.base for wait, _ in alone if taken < wait.base]
         if following is not None:
-            add("tell", piece.text("lane"), piece.sent, following, **about)
+            add("tell", piece.text("lane"), piece.sent, min([following, *back]), **about)
     accepting = next((piece for piece in pieces if piece.name == "api"), None)
     if accepting is not None:
         add("accept", "api", accepting.sent, job.created_at, node=accepting.text("node"))
     if not runs and not job.run:
-        add("wait", "queue", job.created_at, ended or job.created_at, queue=job.queue)
+        since = job.enqueued_at or job.created_at
+        add("wait", "queue", since, ended or since, queue=job.queue)
     elif job.run and not job.ended and ended is not None:
         if job.enqueued_at and job.taken_at:
             add("wait", "queue", job.enqueued_at, job.taken_at, queue=job.queue)
@@ -251,8 +258,9 @@ def _bytes(job: Job, pieces: Sequence[Piece]) -> dict[str, Any]:
         told = piece.data.get("control") or {}
         for name in control:
             control[name] = round(control[name] + (told.get(name) or 0), 2)
-        lane = piece.text("lane")
-        lanes[lane] = round(lanes.get(lane, 0) + (told.get("round_trips") or 0), 2)
+        if told:
+            lane = piece.text("lane")
+            lanes[lane] = round(lanes.get(lane, 0) + (told.get("round_trips") or 0), 2)
     stretches = (span for piece in pieces for span in piece.spans())
     wire = sum(int(s.facts.get("bytes") or 0) for s in stretches if s.facts.get("lane") == "link")
     facts: dict[str, int] = {"store_written": 0, "store_read": 0}

@@ -11,7 +11,8 @@ from scheduler.ledger.account import LANES
 
 #: Colours of stages, legible on white and on black; stages that are not named share the last.
 COLOURS: dict[str, str] = {
-    "wait": "#9e9e9e", "admit": "#bdbdbd", "tokenise": "#7e57c2", "find": "#9575cd",
+    "wait": "#9e9e9e", "no prefill node": "#616161", "admit": "#bdbdbd",
+    "tokenise": "#7e57c2", "find": "#9575cd",
     "prefill": "#1e88e5", "pack": "#00acc1", "send": "#26c6da", "between": "#90caf9",
     "offer": "#4dd0e1", "hand off": "#00897b", "wire": "#26a69a", "unpack": "#43a047",
     "restore": "#7cb342", "take over": "#9ccc65", "set up": "#c0ca33", "first decode": "#fb8c00",

@@ -31,6 +31,8 @@ STAGES: dict[str, str] = {
     "ask the time": "Asking Redis for its time, so that moments of several machines can be joined.",
     "accept": "The step in Redis that makes the request a job in a queue.",
     "wait": "In a queue, with nobody working on it.",
+    "no prefill node": "In the prefill queue while no prefill node was there, until the decode "
+    "node took the prompt over to compute it by itself.",
     "admit": "From being taken out of the queue to the first work on it.",
     "begin": "At the prefill node: taking up a parked or borrowed state, or an empty one; "
     "at the decode node: setting up the computation of a prompt whose state is not there.",
@@ -79,8 +81,9 @@ FORKS: dict[str, str] = {
     "chunk": "Tokens a forward of the prompt, and who set that number.",
     "kernels": "Whether Metal's own kernels ran, or the plain operations in their place.",
     "link": "How the state travelled: rdma, tcp, or none.",
-    "state": "Where the decode node had the state from: cold (just computed at the prefill node), "
-    "extended (so, onto what was here), hot (in memory), restored (from the store), or recomputed.",
+    "state": "Where the decode node had the state from: cold (nothing was held: just computed at "
+    "the prefill node or, where it says so, here), extended (there, onto what was here), hot "
+    "(in memory), restored (from the store), or recomputed.",
     "start": "The decode node could not start the row and sent the job back, for this reason.",
     "decode": "Whether the row was decoded with others in a batch, or by itself.",
     "drafter": "What guessed tokens ahead for the model to verify, or why nothing did.",

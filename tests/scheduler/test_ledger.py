@@ -245,6 +245,44 @@ def test_a_run_that_died_is_told_by_whoever_took_its_job_back(client: redis.Redi
     assert not found["whole"]
 
 
+def test_a_wait_for_no_prefill_node_is_explained(client: redis.Redis) -> None:
+    """It ends without a run: the decode node takes the job over, here for the second time."""
+    jobs, runs = Jobs(client), Runs(client)
+    new = new_job()
+    jobs.accept(new)
+    early = str(jobs.get(new.id).created_at - 8.0)  # as if it had come so much earlier
+    client.hset(f"tandem:job:{new.id}", mapping={"created_at": early, "enqueued_at": early})
+    assert runs.take_over("local", 1) == 1
+    live = jobs.get(new.id)
+    assert [span["stage"] for span in ledger_of(live, live.enqueued_at + 1.0)["spans"]] == [
+        "no prefill node", "wait",
+    ]  # fmt: skip
+    job = runs.take("decode", "decode-one", "decode:m4")
+    assert job is not None
+    found = ledger_of(jobs.get(new.id), job.taken_at)
+    assert found["remainder"]["within"], found["remainder"]
+    row = next(row for row in found["stages"] if row["stage"] == "no prefill node")
+    assert row["lane"] == "queue"
+    assert row["own_seconds"] == pytest.approx(job.enqueued_at - job.created_at, abs=1e-3)
+    assert row["own_seconds"] > 8.0
+    assert "queue" not in found["bytes"]["control"]["round_trips_by_lane"]
+
+    runs.clock.ask(client, 3)
+    notes = Notes().packed(
+        runs.clock, lane="decode", node="m4", queue="decode", outcome="sent back",
+        enqueued=job.enqueued_at, taken=job.taken_at,
+    )  # fmt: skip
+    assert runs.send_back(job, ledger=notes) == "requeued"
+    before = jobs.get(new.id).enqueued_at
+    assert runs.take_over("local", 1) == 1
+    after = jobs.get(new.id)
+    spans = ledger_of(after, after.enqueued_at)["spans"]
+    assert [span["stage"] for span in spans].count("no prefill node") == 2
+    tell = [span for span in spans if span["stage"] == "tell"]
+    end = ledger_of(after)["arrived_at"] + sum(tell[0][part] for part in ("start", "seconds"))
+    assert end == pytest.approx(before, abs=1e-3), "the second wait is none of the telling"
+
+
 def test_notes_of_an_acceptance_travel_with_it(client: redis.Redis) -> None:
     jobs = Jobs(client)
     notes = Notes()

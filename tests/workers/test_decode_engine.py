@@ -12,9 +12,12 @@ from decode_kit import Node, asking, deliver, make_job, offer, replay_of, state_
 from redis_kit import eventually
 
 from engine.model import Model
+from scheduler.ledger.clock import Clock
+from scheduler.ledger.notes import Piece
 from scheduler.record import Job, JobError
 from store.errors import StoreError
 from worker_decode.answers import sampling
+from worker_decode.engine import COMPUTED_HERE
 from worker_decode.turns import compose, conversation_of
 
 SOAK = bool(os.environ.get("TANDEM_SOAK"))
@@ -66,6 +69,10 @@ def test_an_answer_is_the_oracles_and_its_turn_is_durable(node: Node) -> None:
     assert node.said(job) == node.oracle(job)
     assert finished.result.usage == {"input_tokens": 40, "cached_tokens": 0, "output_tokens": 8}
     assert facts(finished)["computed"] == 40
+    told = Piece.read("run", finished.execution.notes.packed(Clock()))
+    assert told is not None
+    assert ["state", "cold", COMPUTED_HERE] in told.data["forks"]
+    assert "unpack" not in {span.stage for span in told.spans()}
     turn = node.store.get_turn(job.id)
     assert turn is not None
     assert (list(turn.prompt_ids), list(turn.output_ids)) == (job.prompt_ids, node.said(job))
@@ -111,6 +118,10 @@ def test_an_arrived_state_counts_as_computed(node: Node, loaded: Model) -> None:
     deliver(node.inbox, loaded, job.id, state_of(loaded, job.prompt_ids))
     finished = node.answer(job)
     assert (facts(finished)["path"], facts(finished)["computed"]) == ("cold", 40)
+    told = Piece.read("run", finished.execution.notes.packed(Clock()))
+    assert told is not None
+    assert ["state", "cold", ""] in told.data["forks"]
+    assert "unpack" in {span.stage for span in told.spans()}
     assert node.said(job) == node.oracle(job)
     assert finished.result is not None
     assert finished.result.usage["cached_tokens"] == 0
