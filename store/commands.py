@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,29 @@ Look at the stored conversations on the machine that decodes, check them, and ma
 
 `tandem conversations` lists, exports and imports through the API, from any machine.
 """
+_STATS = """\
+  objects          blocks of rows, and snapshots
+  values           places of equal size in the file, which hold their bytes
+  payload bytes    bytes of states, as they were saved
+  live bytes       the file's pages in use; live share: the part of the largest size
+  file bytes       the file so far; map bytes: the largest that it may be (store.size_gb)
+  resident bytes   what of the file lies in memory
+  pending          blocks whose save has not ended
+  in use           states that are being read or written, which are not evicted
+  evicted          states dropped since the start, for room; those of other models among them
+  preambles        stored beginnings that several prompts share
+  inside prompts   snapshots inside prompts; hits: since the start, those that saved computing
+  prefix hits      since the start, prompts that went on from any stored beginning
+  written          bytes written today and in the last days that are counted
+  over daily budget  states not saved since the start, by store.daily_gb
+  recovered        blocks of a broken save, taken back at the start
+  damaged          blocks found damaged since the start
+  copies           how restored bytes are copied and checked: by which instructions, or in turns
+"""
+LOOKUP_SECONDS = 10.0
+"""An owner that does not say in this time that it is there is stopped or stuck."""
+STATS_SECONDS = 60.0
+"""Counting in a large store whose pages lie on the disk."""
 LONG_SECONDS = 24 * 3600.0
 """A check of a full store reads all of it; the owner answers when it is through."""
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -44,8 +67,11 @@ def register(subparsers: Any) -> None:
     )  # fmt: skip
     commands = parser.add_subparsers(dest="store_command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> Any:
-        command = commands.add_parser(name, help=text, description=text)
+    def add(name: str, text: str, run: Callable[[argparse.Namespace], int], more: str = "") -> Any:
+        command = commands.add_parser(
+            name, help=text, description=f"{text}\n\n{more}" if more else text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         command.add_argument(
             "--config", type=Path, metavar="FILE",
             help="tandem.toml to read (TANDEM_CONFIG, ./tandem.toml, or the data directory's)",
@@ -59,7 +85,7 @@ def register(subparsers: Any) -> None:
         command.set_defaults(run=lambda arguments: _said(run, arguments), asks_store=True)
         return command
 
-    command = add("stats", "what is stored and how full the store is", _stats)
+    command = add("stats", "what is stored and how full the store is", _stats, _STATS)
     command.add_argument("--capacity", action="store_true", help="what fits, by length")
     command.add_argument("--size", type=size, default=0, help="... in a store of so many bytes")
     command.add_argument(
@@ -96,21 +122,30 @@ def _said(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
 
 
 @contextmanager
-def _asking(arguments: argparse.Namespace) -> Iterator[Callable[..., Any]]:
-    """A function that calls a method of the store: at its owner if one runs, else here."""
+def _asking(
+    arguments: argparse.Namespace, within: float = LONG_SECONDS
+) -> Iterator[Callable[..., Any]]:
+    """A function that calls a method of the store: at its owner if one runs, else here.
+
+    An owner that is there has `within` seconds for each call.
+    """
     data = data_dir(arguments.data)
-    client = StoreClient(socket_path(data, arguments.node or "local"), timeout=LONG_SECONDS)
-    if client.ping():
-        try:
-            yield client.call
-        finally:
-            client.close()
+    client = StoreClient(socket_path(data, arguments.node or "local"), timeout=LOOKUP_SECONDS)
+    there = client.ping()
+    client.close()
+    if there:
+        with closing(client.patient(within)) as patient:
+            yield patient.call
         return
     try:
         store = Store.open(store_dir(data), 0, create=False)
     except StoreError as error:
         if "owns the store" in str(error):
-            raise StoreUnavailable(f"{error}, which does not answer") from error
+            owner = str(error).partition(" owns the store")[0]
+            raise StoreUnavailable(
+                f"{owner} owns the store but does not answer: it is starting, stopped or stuck; "
+                "try again shortly, else end it and start Tandem again (`tandem up`)"
+            ) from error
         raise
     try:
         yield lambda method, **given: _here(store, method, given)
@@ -133,7 +168,7 @@ def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
 
 
 def _stats(arguments: argparse.Namespace) -> int:
-    with _asking(arguments) as ask:
+    with _asking(arguments, STATS_SECONDS) as ask:
         if arguments.capacity:
             return _capacity(arguments, ask("capacity", size_bytes=arguments.size))
         if arguments.recent:
@@ -207,12 +242,21 @@ def _evict(arguments: argparse.Namespace) -> int:
     with _asking(arguments) as ask:
         count = ask("evict", bytes_free=arguments.bytes)
         live = ask("stats")["live_share"]
-    _tell(arguments, {"evicted": count, "live_share": live})
+    _tell(arguments, {"evicted": count, "live_share": live if arguments.json else f"{live:.2%}"})
     return 0
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    before, after = compact(store_dir(data_dir(arguments.data)))
+    try:
+        before, after = compact(store_dir(data_dir(arguments.data)))
+    except StoreError as error:
+        if "owns the store" in str(error):
+            owner = str(error).partition(" owns the store")[0]
+            raise StoreError(
+                f"{owner} owns the store, which must not be in use: stop Tandem here first (Ctrl-C "
+                "where `tandem up` runs, or the service), then compact and start it again"
+            ) from error
+        raise
     _tell(arguments, {"bytes_before": before, "bytes_after": after})
     return 0
 

@@ -16,6 +16,11 @@ from scheduler.config import Config
 URL = "TANDEM_URL"
 TRANSFER = 660.0
 """Seconds without a byte after which a transfer of a whole conversation is given up."""
+LOOKUP = 12.0
+"""The same for what is only looked up: a little more than the API waits for a store, so that its
+own word of one that is silent comes first."""
+HEALTH = 3.0
+"""The same for whether the API lives at all, asked where it did not answer in time."""
 
 
 class ClientError(Exception):
@@ -64,9 +69,10 @@ class Client:
         """Submit a response and return it as it is accepted."""
         return self._call("POST", "/v1/responses", json=body)
 
-    def retrieve(self, response: str) -> dict[str, Any]:
-        """A response as it is now."""
-        return self._call("GET", f"/v1/responses/{_segment(response)}")
+    def retrieve(self, response: str, *, patient: bool = False) -> dict[str, Any]:
+        """A response as it is now; `patient` for who follows it, and waits longer than a moment."""
+        path = f"/v1/responses/{_segment(response)}"
+        return self._call("GET", path) if patient else self._look_up(path)
 
     def ledger(self, response: str) -> dict[str, Any]:
         """Where a response's time and bytes went, up to now."""
@@ -81,12 +87,12 @@ class Client:
     def jobs(self, status: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
         """Responses, newest first; `status` is one of Tandem's stages or "live"."""
         params = {"limit": limit, **({"status": status} if status else {})}
-        data: list[dict[str, Any]] = self._call("GET", "/v1/responses", params=params)["data"]
+        data: list[dict[str, Any]] = self._look_up("/v1/responses", params)["data"]
         return data
 
     def conversation(self, conversation: str) -> dict[str, Any]:
         """A conversation."""
-        return self._call("GET", f"/v1/conversations/{_segment(conversation)}")
+        return self._look_up(f"/v1/conversations/{_segment(conversation)}")
 
     def conversations(self, limit: int = 50) -> list[dict[str, Any]]:
         """Conversations, newest first. Decode nodes whose conversations are not among them, as
@@ -94,7 +100,7 @@ class Client:
         data: list[dict[str, Any]] = []
         params: dict[str, Any] = {"limit": min(limit, 100)}
         while len(data) < limit:
-            page = self._call("GET", "/v1/conversations", params=params)
+            page = self._look_up("/v1/conversations", params)
             data += page["data"]
             self.away = (page.get("tandem") or {}).get("away") or []
             if not page["has_more"]:
@@ -189,11 +195,14 @@ class Client:
         found: list[dict[str, Any]] = []
         params: dict[str, Any] = {"order": "asc", "limit": 100}
         while True:
-            page = self._call("GET", path, params=params)
+            page = self._look_up(path, params)
             found += page["data"]
             if not page["has_more"]:
                 return found
             params["after"] = page["last_id"]
+
+    def _look_up(self, path: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("GET", path, params=params, timeout=LOOKUP)
 
     def _call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
@@ -218,10 +227,24 @@ class Client:
         if isinstance(error, httpx.UnsupportedProtocol | httpx.InvalidURL):
             return ClientError(f"{self.url!r} is not a usable URL: it begins with http://", 2)
         if isinstance(error, httpx.ReadTimeout):
-            return ClientError(f"{self.url} does not answer in time: see `tandem jobs`")
+            return ClientError(self._silent())
         return ClientError(
             f"no Tandem answers at {self.url}: start it with `tandem up`, or name it with --url "
             f"or {URL}"
+        )
+
+    def _silent(self) -> str:
+        """Why no answer came in time: the API itself is stuck, or what stands behind it is."""
+        try:
+            self._http.get("/health", timeout=HEALTH)
+        except httpx.HTTPError:
+            return (
+                f"the API at {self.url} takes connections but does not answer: its process is "
+                "stopped or overloaded; see `tandem service logs api`, or start Tandem again"
+            )
+        return (
+            f"the API at {self.url} lives but did not answer this in time: it waits for Redis or "
+            f"the decode worker; {self.url}/ready says for which, `tandem doctor` what to do"
         )
 
 

@@ -52,7 +52,7 @@ def wait(client: Client, response: str, console: Console, *, to_end: bool = Fals
     with bar:
         task = bar.add_task("", total=1, stage="waiting", note="")
         while True:
-            now = client.retrieve(response)
+            now = client.retrieve(response, patient=True)
             facts = now["tandem"]
             stage = facts["stage"]
             if stage not in _BEFORE_TEXT and not (to_end and stage == "decoding"):

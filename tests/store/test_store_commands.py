@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +15,7 @@ import msgpack
 import pytest
 from made_states import MODEL, make_state, make_turn, payloads
 
+from store import commands
 from store.bundle import _Writer
 from store.commands import register, size
 from store.environment import VALUE_BYTES
@@ -75,10 +79,43 @@ def test_commands_with_and_without_an_owner(data: Path, capsys: pytest.CaptureFi
     assert said(capsys)["clean"] is True
     assert run("evict", "115M", "--json") == 0
     assert said(capsys)["evicted"] == 3
+    assert run("evict", "115M") == 0
+    assert re.fullmatch(r"evicted 0, live share \d+\.\d\d%\n", capsys.readouterr().out)
     assert run("compact") == 1
-    assert "owns the store" in capsys.readouterr().err
+    assert "owns the store, which must not be in use: stop Tandem" in capsys.readouterr().err
     server.close()
     store.close()
+
+
+def test_an_owner_that_is_stuck_is_not_waited_for(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "LOOKUP_SECONDS", 0.1)
+    fill(data)
+    store = Store.open(store_dir(data), 128 << 20)
+    path = socket_path(data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:  # takes connections and answers nothing
+        listener.bind(str(path))
+        listener.listen()
+        assert run("stats") == 1
+    assert f"process {os.getpid()} owns the store but does not answer" in capsys.readouterr().err
+    store.close()
+
+
+def test_every_row_of_the_statistics_is_explained(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(data)
+    assert run("stats", "--json") == 0
+    rows = set(said(capsys)) - {"path", "page_size", "conversations", "turns", "states"}
+    told = commands._STATS
+    for name in rows:
+        word = name.replace("_", " ")
+        for several in ("inside prompts", "written", "evicted"):
+            if word.startswith(several):
+                word = several
+        assert word in told
 
 
 def test_check_says_what_it_found(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
