@@ -37,6 +37,29 @@ def digest(name: str) -> str:
     return hashlib.sha1(source(name).encode(), usedforsecurity=False).hexdigest()
 
 
+def load(client: redis.Redis) -> int:
+    """Give the server all scripts that it does not have; how many that were.
+
+    A server that has started anew has none. Whoever calls one first would send its text, about
+    18,000 bytes, while a request waits.
+    """
+    lacking = [
+        name
+        for name, there in zip(names(), client.script_exists(*map(digest, names())), strict=True)
+        if not there
+    ]
+    for name in lacking:
+        client.script_load(source(name))
+    return len(lacking)
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """Those that are called while requests are served: not the shared parts, nor a simulation's."""
+    found = {path.stem for path in _FOLDER.glob("*.lua")}
+    return tuple(sorted(found - {"lib", "policy", "simulate"}))
+
+
 def _argument(args: Mapping[str, Any]) -> bytes:
     # Lua's cmsgpack knows the raw types only, not msgpack's later bin and str8.
     return bytes(msgpack.packb(args, use_bin_type=False))

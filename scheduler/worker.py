@@ -25,6 +25,7 @@ import redis
 from rq.defaults import RQ_KEY_PREFIX
 from rq.worker import BaseWorker, WorkerStatus
 
+from scheduler import scripts
 from scheduler.config import JobsConfig
 from scheduler.execution import Execution
 from scheduler.jobs import Jobs
@@ -43,6 +44,13 @@ T = TypeVar("T")
 #: A second signal within this time is the same one, delivered by terminal and supervisor alike.
 _SAME_SIGNAL = 0.5
 _RECONCILE_EVERY = 60.0
+
+
+def _load_scripts(client: redis.Redis) -> None:
+    try:
+        scripts.load(client)
+    except redis.exceptions.ResponseError as error:  # not for this user: they are sent when called
+        log.info("the scripts are not loaded: %s", error)
 
 
 class LoopWorker(BaseWorker):
@@ -256,7 +264,7 @@ class LoopWorker(BaseWorker):
         client = connect(self.url, timeout=2.0, patience=0)
         runs = Runs(client, self.settings, self.clock)
         every = self.settings.lease_seconds / 4
-        away = False
+        away = loaded = False
         while not self._ended.is_set():
             self._beat_now.wait(every)
             self._beat_now.clear()
@@ -266,11 +274,13 @@ class LoopWorker(BaseWorker):
             try:
                 self._renew(runs, held)
                 self.clock.settle(client)
-                away = False
+                if not loaded:  # a server that was away may have started anew, and have none
+                    _load_scripts(client)
+                away, loaded = False, True
             except AWAY as error:
                 if not away:  # once: an outage may last for days
                     log.warning("heartbeat: Redis cannot be written (%s)", error)
-                away = True
+                away, loaded = True, False
                 self._ended.wait(0.2)
                 self._beat_now.set()
             except Exception:

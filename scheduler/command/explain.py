@@ -193,6 +193,14 @@ def _facts(console: Console, ledger: Mapping[str, Any]) -> None:
         f"{control['sent']:,} to Redis and {control['received']:,} from it in "
         f"{control['round_trips']:g} round trips ({control['commands']:,} commands)",
     )
+    budget = control["budget"]
+    if not budget["within"]:
+        table.add_row(
+            "over budget",
+            f"more through Redis than the {budget['round_trips']:,} round trips and "
+            f"{budget['bytes']:,} bytes of which such a request is made",
+            style="bold red",
+        )
     again = {name: count for name, count in ledger["work"].items() if count}
     table.add_row(
         "done again", ", ".join(f"{count} {name}" for name, count in again.items()) or "nothing"

@@ -15,6 +15,7 @@ from typing import Any
 from scheduler.ledger.notes import FIELD, Piece
 from scheduler.prompt_facts import prompt_facts
 from scheduler.record import Job
+from scheduler.staying import LOOK
 
 #: What may be left unexplained: this share of the whole, or these seconds where that is more.
 SHARE, SECONDS = 0.02, 0.005
@@ -22,6 +23,10 @@ SHARE, SECONDS = 0.02, 0.005
 #: prompt and each token of its answer (a step that brings tokens is told in one trip); bytes of a
 #: request both ways, for each token of its prompt (four bytes, three times) and of its answer.
 TRIPS, BYTES = (16, 1, 1), (20_000, 12, 600)
+#: And besides, in trips and bytes: for each connection that was opened meanwhile, its greeting,
+#: both of the client's names and the database; for each look of a prefill node that says the answer
+#: whether another prompt waits, which it takes after a token, every `LOOK` seconds at the most.
+OPENED, LOOKED = (4, 600), (1, 64)
 LANES = ("api", "queue", "prefill", "link", "decode", "store")
 _BEHIND = {"queue": 1, "link": 2, "store": 3}
 _GAPS = 5
@@ -288,6 +293,11 @@ def _budget(job: Job, pieces: Sequence[Piece], control: Mapping[str, float]) -> 
     runs = max(1, sum(piece.number("taken") is not None for piece in pieces) - 1)
     trips = TRIPS[0] * runs + TRIPS[1] * forwards + TRIPS[2] * written
     nbytes = BYTES[0] * runs + BYTES[1] * job.prompt_tokens * runs + BYTES[2] * written
+    opened = _work(pieces).get("redis_connections", 0)
+    late = (job.handoff or {}).get("late") or {}
+    looks = min(int(late.get("tokens") or 0), int((late.get("seconds") or 0.0) / LOOK)) + bool(late)
+    trips += OPENED[0] * opened + LOOKED[0] * looks
+    nbytes += OPENED[1] * opened + LOOKED[1] * looks
     return {
         "round_trips": trips,
         "bytes": nbytes,

@@ -107,6 +107,9 @@ ROWS: dict[str, str] = {
     "decode steps": "Steps of the answer by the number of rows that the batch had.",
     "decode": "What the time from the first token to the last was made of.",
     "bytes": "What was moved for the request: between nodes, out of and into the store, to Redis.",
+    "over budget": "The request cost more in Redis than its budget, which is made of its runs, the "
+    "prompt's forwards and tokens, the answer's tokens, connections opened meanwhile, and looks "
+    "whether another prompt waits.",
     "done again": "Work that should be done once a process, and was done for this request.",
     "prompt head": "What the client changes at the beginning of every prompt, and what that costs.",
     "route": "The costs that were compared to choose where new tokens are computed.",

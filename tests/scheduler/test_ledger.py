@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import redis
 from jobs_kit import Server, new_job
+from rich.console import Console
 
+from scheduler import scripts
+from scheduler.command import explain
 from scheduler.jobs import Jobs
 from scheduler.ledger import clock as module
 from scheduler.ledger.account import ledger_of
@@ -336,6 +339,48 @@ def test_a_save_that_is_over_before_its_turns_end_is_told_is_kept(
     store.close()
     assert turn is not None
     assert ledger_of(thaw(job_with({}), turn.ledger))["bytes"]["store_written"] == 77
+
+
+@pytest.mark.parametrize(
+    ("trips", "late", "within"),
+    [
+        (16 + 2 * 4, None, True),
+        (16 + 2 * 4 + 1, None, False),
+        (16 + 2 * 4 + 3, {"stayed": True, "tokens": 2, "seconds": 60.0}, True),
+        (16 + 2 * 4 + 4, {"stayed": True, "tokens": 2, "seconds": 60.0}, False),
+        (16 + 2 * 4 + 3, {"stayed": True, "tokens": 50, "seconds": 0.05}, True),
+        (16 + 2 * 4 + 4, {"stayed": True, "tokens": 50, "seconds": 0.05}, False),
+    ],
+)
+def test_a_budget_is_made_of_what_a_request_needs(
+    trips: int, late: dict[str, Any] | None, within: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes, clock = Notes(), Clock()
+    now = time.monotonic()
+    clock.sample(now, 101.0, now)
+    notes.add("decode", now - 0.5, now)
+    notes.meter.work["redis_connections"] = 2
+    notes.meter.trips = trips - 1  # and the step that carries the notes
+    piece = notes.packed(clock, lane="decode", enqueued=100.0, taken=100.2)
+    job = dataclasses.replace(job_with({"r2": piece}), handoff={"late": late} if late else None)
+    ledger = ledger_of(job)
+    control = ledger["bytes"]["control"]
+    assert control["round_trips"] == trips
+    assert control["budget"]["round_trips"] == trips - (not within)
+    assert control["budget"]["within"] is within
+    explain.show(Console(width=120), ledger)
+    assert ("over budget" in capsys.readouterr().out) is not within
+
+
+def test_scripts_are_with_the_server_before_they_are_called(quiet_url: str) -> None:
+    with connect(quiet_url) as server:
+        count = scripts.load(server)
+        assert count > 15
+        assert scripts.load(server) == 0
+        payer = meter.Meter()
+        with meter.charge(payer):
+            Jobs(server).accept(new_job())
+        assert payer.sent < len(scripts.source("accept")) / 2
 
 
 class _Parser(html.parser.HTMLParser):

@@ -25,7 +25,7 @@ from jobs_kit import (
 )
 from rq.worker import BaseWorker
 
-from scheduler import events
+from scheduler import events, scripts
 from scheduler.jobs import Jobs
 from scheduler.queue import rq_queue
 from scheduler.record import Job, NewJob, Stage, Status
@@ -483,6 +483,8 @@ def test_redis_killed_mid_run_loses_nothing(durable_redis: Server, tmp_path: Pat
         jobs.cancel(long.id)
         assert jobs.wait(long.id, 60).status == "cancelled"
         eventually(lambda: not client.exists("tandem:leases"), "leases are left")
+        known = [scripts.digest(name) for name in scripts.names()]
+        eventually(lambda: all(client.script_exists(*known)), "the new server lacks scripts")
         assert decode.stop() == 0
     assert_idle(client)
     client.close()
