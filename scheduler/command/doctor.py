@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(checks: list[Check], everything: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    skipped = [check for check in checks if check.status == "skip"]
+    skipped = [check for check in checks if check.status == "skip" and not check.cure]
     for check in checks:
-        if check.status == "skip" and not everything:
+        if check in skipped and not everything:
             continue
         line = Text(f"{check.status:<4}", style=_STYLE[check.status])
         line.append(f"  {check.name:<19} {check.finding}", style="default")

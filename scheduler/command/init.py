@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import cast, get_args
 
 from scheduler.command.flags import config_flags, config_of, json_flag
-from scheduler.config import DEFAULT_MODEL, ConfigError, default_data_dir, load
+from scheduler.config import DEFAULT_MODEL, Config, ConfigError, default_data_dir, load
 from scheduler.host import data_dir, setup
+from scheduler.host.model_files import unknown
 from scheduler.passwords import write_private
+from store.paths import models_dir
 
 _TEXT = """\
 Write tandem.toml and the secrets for this machine. Without flags it asks.
@@ -65,6 +67,15 @@ def run(args: argparse.Namespace) -> int:
     data = (args.data or default_data_dir()).expanduser().absolute()
     file = (args.config or data / "tandem.toml").expanduser().absolute()
     wishes = _wishes(args, data, file)
+    problem = unknown(
+        Config(data_dir=data, model=wishes.model, models_dir=wishes.models or models_dir())
+    )
+    if problem and wishes.role == "both":
+        raise ConfigError(
+            f"{problem}; no other machine can bring it: check the name, or name its directory with "
+            "--model DIR"
+        )
+    note = problem if wishes.role == "decode" else ""
     written = setup.write(wishes, force=args.force)
     # What was written must be what the other commands accept.
     config = load(file, {"data_dir": str(data)})
@@ -75,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         "role": wishes.role,
         "files": [str(path) for path in written],
         **({"join": join} if join else {}),
+        **({"note": note} if note else {}),
     }
     if args.json:
         print(json.dumps(found))
@@ -89,6 +101,11 @@ def run(args: argparse.Namespace) -> int:
     usual = args.data is None or str(data) == os.environ.get("TANDEM_DATA")
     usual = usual and os.environ.get("TANDEM_CONFIG", "") in ("", str(file))
     flag = "" if file == default_data_dir() / "tandem.toml" and usual else f" --config {file}"
+    if note:
+        print(
+            f"note: {note}. If the other machine has it, run there, once both run: tandem model "
+            f"push {wishes.model}; else check the name, or give --model DIR and --force\n"
+        )
     print(f"next: tandem doctor{flag}, then tandem up{flag}")
     return 0
 

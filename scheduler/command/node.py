@@ -18,6 +18,7 @@ from scheduler.command import balance
 from scheduler.command.flags import config_flags, config_of, json_flag, no_redis
 from scheduler.config import ConfigError
 from scheduler.homes import DRAINED, Homes, store_of, successor
+from scheduler.host.agent import Machine
 from scheduler.nodes import Node, Nodes
 from scheduler.redis_client import connect
 from store.errors import StoreError, StoreUnavailable
@@ -77,8 +78,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """List the nodes that live, and the decode nodes that are missed."""
-    seen = _ask(args, Nodes.survey)
+    """List the nodes that live, and those that are missed."""
+    seen, machines = _with(args, lambda client: (Nodes(client).survey(), Machine.all(client)))
     rows = [
         {
             "role": n.role,
@@ -89,7 +90,16 @@ def run_list(args: argparse.Namespace) -> int:
         }
         for n in seen.nodes
     ]
-    rows += [{"role": "decode", "name": name, "state": "away"} for name in seen.away]
+    # A process that hangs reports nothing; its machine still tells what it runs.
+    rows += [
+        {"role": role, "name": one.node, "host": one.host, "state": "away"}
+        for one in machines
+        for role in one.silent(seen.nodes)
+    ]
+    told = {row["name"] for row in rows if row["role"] == "decode"}
+    rows += [
+        {"role": "decode", "name": name, "state": "away"} for name in seen.away if name not in told
+    ]
     if args.json:
         print(json.dumps({"nodes": rows}))
         return 0

@@ -38,6 +38,6 @@ def fail(name: str, finding: str, evidence: str, cure: str) -> Check:
     return Check(name, "fail", finding, evidence, cure)
 
 
-def skip(name: str, finding: str, evidence: str = "") -> Check:
-    """Not looked at, and why."""
-    return Check(name, "skip", finding, evidence)
+def skip(name: str, finding: str, evidence: str = "", cure: str = "") -> Check:
+    """Not looked at, and why. With a `cure`, it is a line that is always shown."""
+    return Check(name, "skip", finding, evidence, cure)

@@ -62,16 +62,36 @@ def memory(found: dict[str, Any], on_mac: bool = sys.platform == "darwin") -> Ch
     return ok(name, f"{device['memory_bytes'] / 1e9:.0f} GB of unified memory", evidence)
 
 
-def model(found: dict[str, Any], name_of: str, directory: Path | None, prefill_only: bool) -> Check:
-    """`model`: whether its files are whole and its weights fit this machine."""
+def absent(name_of: str, unknown: str, alone: bool) -> Check:
+    """`model`: its files are not here. `unknown`: why they cannot be fetched, "" where they may."""
     name = "model"
-    if directory is None:
+    if not unknown:
         return warn(
             name,
             f"the files of {name_of} are not here yet",
             "no directory of that name",
-            "they are fetched at the first start, or: tandem model push",
+            f"they are fetched at the first start, or: tandem model push {name_of}",
         )
+    if alone:
+        return fail(
+            name,
+            f"there is no model {name_of} here, and none to be fetched",
+            unknown,
+            "correct its name (`tandem init --force --model NAME`), or name its directory with "
+            "--model DIR",
+        )
+    return warn(
+        name,
+        f"the files of {name_of} are not here, and cannot be fetched",
+        unknown,
+        f"run `tandem model push {name_of}` on the machine that has them; or correct the name, or "
+        "name their directory: `tandem init --force --model DIR`",
+    )
+
+
+def model(found: dict[str, Any], directory: Path, prefill_only: bool) -> Check:
+    """`model`: whether its files are whole and its weights fit this machine."""
+    name = "model"
     if "error" in found:
         return skip(name, "the engine could not be asked", str(found["error"]))
     if not found.get("whole"):

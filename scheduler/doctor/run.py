@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,15 @@ import redis
 from redis.exceptions import RedisError
 
 from scheduler.config import Config, ConfigError, without_password
-from scheduler.doctor import capture, mac, machine, service, thunderbolt
+from scheduler.doctor import capture, here, mac, machine, service, thunderbolt
 from scheduler.doctor.finding import Check, fail, ok, skip
+from scheduler.host import data_dir, model_files
+from scheduler.host.agent import Machine, api_key
 from scheduler.host.late_bind import is_here
 from scheduler.host.redis_server import MINIMUM
 from scheduler.host.reports import newest
 from scheduler.host.service import DAEMON, installed
+from scheduler.host.stack import WORKERS
 from scheduler.nodes import Node, Nodes
 from scheduler.redis_client import connect
 from scheduler.serializer import pack, unpack
@@ -37,7 +41,7 @@ MAC_ONLY = (
 
 @dataclass
 class Facts:
-    """What Redis said, if it answers."""
+    """What Redis said, if it answers. `up`: the roles that `tandem up` says it runs here."""
 
     answers: bool = False
     problem: str = ""
@@ -48,6 +52,9 @@ class Facts:
     skew: float | None = None
     reach: float = 0.0
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    away: list[str] = field(default_factory=list)
+    up: tuple[str, ...] = ()
+    api_url: str = ""
 
 
 def examine(config: Config, directory: Path | None) -> list[Check]:
@@ -56,13 +63,25 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
     survey = machine.survey(directory)
     ports = thunderbolt.ports(samples.get("thunderbolt"), samples.get("ports"))
     facts = ask_redis(config, [port.to_dict() for port in ports or ()])
-    roles = config.roles or ("api", "prefill", "decode")
+    process = data_dir.owner(config.data_dir)
+    listed = capture.run(here.PROCESSES) if process is not None else None
+    running = here.Running(
+        process,
+        (process is not None and facts.up) or here.roles_of(config),
+        here.children(process, listed),
+        config.data_dir / "logs",
+    )
+    roles = running.roles
+    if process is None:  # entries outlive their processes by some seconds
+        facts.nodes = [node for node in facts.nodes if not _has_ended(node)]
     weights = int(survey.get("weights", 0))
     metal = survey.get("device", {}).get("kind") == "metal"
     found = [
         mac.operating_system(samples["sw_vers"]) if samples else _system(),
         machine.memory(survey),
-        machine.model(survey, config.model_name, directory, tuple(roles) == ("prefill",)),
+        machine.model(survey, directory, tuple(roles) == ("prefill",))
+        if directory is not None
+        else machine.absent(config.model_name, model_files.unknown(config), config.alone),
         machine.limits(),
         machine.secrets(config),
     ]
@@ -86,18 +105,22 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
         ]
     else:
         found += [skip(name, "only on macOS") for name in MAC_ONLY]
+    workers = _workers(config, facts, running, directory)
     found += [
         _link_address(config, samples, ports),
-        _redis(config, facts),
+        here.up(running),
+        _redis(config, facts, running),
         service.redis_settings(facts.config, facts.info, not config.redis.url)
         if facts.answers
         else skip("redis settings", "Redis does not answer"),
+        *workers,
+        here.api(_ask_api(config, facts, running), running, facts.nodes),
         service.clock(facts.skew, facts.reach),
-        service.peer(facts.nodes, config.node, roles, _reach(facts.nodes, roles))
+        service.peer(facts.nodes, config.node, roles, _reach(facts.nodes, roles), facts.away)
         if facts.answers or len(roles) == 3
         else skip("peer", "Redis does not answer"),
         service.versions({**_told(facts.nodes, "about"), config.node: about()}, alone=config.alone),
-        service.trouble(facts.nodes),
+        service.trouble(facts.nodes, [check.name for check in workers if check.status == "fail"]),
         service.drift(_told(facts.nodes, "drift")),
         service.keepalive(facts.nodes, config.device.keepalive_seconds, metal),
     ]
@@ -107,7 +130,9 @@ def examine(config: Config, directory: Path | None) -> list[Check]:
         low = config.upkeep.low_disk_gb
         found.append(machine.disk(config.data_dir, config.store.size_gb, low, used))
         found.append(service.copies(stats))
-        found.append(service.store(stats, newest(config.data_dir), time.time()))
+        report = newest(config.data_dir)
+        open_here = process is not None and directory is not None
+        found.append(service.store(stats, report, time.time(), running=open_here))
     else:
         absent = ("store disk", "store copies", "store health")
         found += [skip(name, "the other machine keeps it") for name in absent]
@@ -129,7 +154,17 @@ def ask_redis(config: Config, ports: Sequence[Mapping[str, Any]]) -> Facts:
             facts.version = f"{kind} {facts.info[f'{kind}_version']}"
             facts.answers = True
             facts.config = _config_of(client)
-            facts.nodes = Nodes(client).list()
+            seen = Nodes(client).survey()
+            facts.nodes = list(seen.nodes)
+            machines = _machines(client)
+            facts.up = next((one.roles for one in machines if one.node == config.node), ())
+            facts.api_url = _text(client.get(api_key(config.node)))
+            silent = {f"{role} {one.node}" for one in machines for role in one.silent(seen.nodes)}
+            facts.away = sorted(
+                name
+                for name in silent | {f"decode {name}" for name in seen.away}
+                if name.split()[1] != config.node
+            )
             mine = f"tandem:doctor:{config.node}"
             client.set(mine, pack({"ports": list(ports), "about": about()}), ex=TOLD_SECONDS)
             for key in client.scan_iter("tandem:doctor:*"):
@@ -139,6 +174,54 @@ def ask_redis(config: Config, ports: Sequence[Mapping[str, Any]]) -> Facts:
         lines = str(error).splitlines()
         facts.problem = lines[0] if lines else type(error).__name__
     return facts
+
+
+def _machines(client: redis.Redis) -> list[Machine]:
+    try:
+        return Machine.all(client)
+    except (TypeError, ValueError, KeyError):  # one is of another version
+        return []
+
+
+def _text(value: Any) -> str:
+    return bytes(value or b"").decode()
+
+
+def _workers(
+    config: Config, facts: Facts, running: here.Running, directory: Path | None
+) -> list[Check]:
+    """What is to be said of this machine's workers."""
+    found = []
+    for role in WORKERS:
+        mine = (n for n in facts.nodes if (n.role, n.name) == (role, config.node))
+        node = next(mine, None)
+        if running.up is None and node is not None and node.host != socket.gethostname():
+            node = None  # another machine of this name
+        awaits = running.up is not None and role not in (running.children or {role})
+        if awaits and directory is None and role in running.roles:
+            found.append(here.without_model(role, config.model_name))
+        else:
+            found.append(here.worker(role, node, running, facts.answers))
+    return found
+
+
+def _has_ended(node: Node) -> bool:
+    """Whether the process of a node was one of this machine, and is no more."""
+    try:
+        os.kill(node.pid, 0)
+    except ProcessLookupError:
+        return node.host == socket.gethostname()
+    except OSError:
+        return False
+    return False
+
+
+def _ask_api(config: Config, facts: Facts, running: here.Running) -> dict[str, Any] | None:
+    """What this machine's API says; None where nobody listens, or its port is not known."""
+    url = facts.api_url or (config.api_url if config.api.port else "")
+    stopped = here.is_stopped(running, "api")
+    asked = "api" in running.roles and running.up is not None and url and not stopped
+    return here.ask_api(url) if asked else None
 
 
 def cable_pairs(config: Config) -> list[tuple[str, str]]:
@@ -168,7 +251,7 @@ def _system() -> Check:
     return ok("os", about()["system"], "development and tests; the service is meant for Macs")
 
 
-def _redis(config: Config, facts: Facts) -> Check:
+def _redis(config: Config, facts: Facts, running: here.Running) -> Check:
     name = "redis"
     url = config.redis.url and without_password(config.redis.url)
     where = url or f"Tandem's own at {config.redis.listen or config.redis_socket}"
@@ -180,6 +263,8 @@ def _redis(config: Config, facts: Facts) -> Check:
                 name, f"{facts.version} is too old", where, f"install {least[0]}.{least[1]}"
             )
         return ok(name, f"{facts.version} answers", where)
+    if not config.redis.url and running.up is not None:
+        return here.redis_away(running, where, facts.problem)
     if not config.redis.url and not config.redis_socket.exists():
         return skip(name, "it is started by `tandem up`", where)
     return fail(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
+import store as store_package
 from scheduler.doctor.finding import Check, fail, ok, skip, warn
 from scheduler.nodes import Node
 
@@ -71,16 +75,23 @@ def clock(skew: float | None, reach: float) -> Check:
     return ok(name, f"the clocks differ by {abs(skew) * 1000:.0f} ms", evidence)
 
 
-def peer(nodes: Sequence[Node], mine: str, roles: Sequence[str], reached: str | None) -> Check:
+def peer(
+    nodes: Sequence[Node],
+    mine: str,
+    roles: Sequence[str],
+    reached: str | None,
+    away: Sequence[str] = (),
+) -> Check:
     """`peer`: the other machine's workers. `reached` is "" where its link answers, else why not;
-    None where there is nothing to connect to."""
+    None where there is nothing to connect to. `away`: other machines' workers that are
+    known and do not report."""
     name = "peer"
     wanted = [role for role in ("prefill", "decode") if role not in roles]
-    if not wanted:
+    if not wanted and not away:
         return skip(name, "this machine does everything")
     found = [node for node in nodes if node.role in wanted]
     evidence = ", ".join(f"{n.role} {n.name} on {n.host}: {n.state}" for n in found) or "none"
-    if not found:
+    if wanted and not found:
         return warn(
             name,
             f"no {wanted[0]} worker has reported",
@@ -95,6 +106,14 @@ def peer(nodes: Sequence[Node], mine: str, roles: Sequence[str], reached: str | 
             "check the cable and link.host on the decode machine; a firewall on it must "
             "let Python listen",
         )
+    if away:
+        return warn(
+            name,
+            f"{', '.join(away)} does not report",
+            "known to this Redis",
+            "run `tandem doctor` and `tandem up` on its machine; a decode node that does not come "
+            "back: `tandem node forget NAME`",
+        )
     if any(node.state != "ready" for node in found):
         return warn(name, "it is not ready yet", evidence, "wait until its model is loaded")
     return ok(
@@ -104,11 +123,12 @@ def peer(nodes: Sequence[Node], mine: str, roles: Sequence[str], reached: str | 
     )
 
 
-def trouble(nodes: Sequence[Node]) -> Check:
-    """`serving`: what workers say of themselves: a full disk, no memory."""
+def trouble(nodes: Sequence[Node], silent: Sequence[str] = ()) -> Check:
+    """`serving`: what workers say of themselves: a full disk, no memory. `silent`: those of this
+    machine that should say something, and do not."""
     name = "serving"
     if not nodes:
-        return skip(name, "no worker runs")
+        return skip(name, "no worker reports")
     said = [
         f"{node.role} {node.name}: {text}" for node in nodes if (text := node.facts.get("trouble"))
     ]
@@ -119,7 +139,10 @@ def trouble(nodes: Sequence[Node]) -> Check:
             "; ".join(said),
             "free some disk, or end other programs; answers stay right meanwhile",
         )
-    return ok(name, "no worker complains", f"{len(nodes)} workers")
+    if silent:
+        return skip(name, f"no answer from the {' and the '.join(silent)}: see there")
+    told = ", ".join(f"{node.role} {node.name}" for node in nodes)
+    return ok(name, "no worker that reports complains", told)
 
 
 def versions(told: Mapping[str, Mapping[str, str]], *, alone: bool = False) -> Check:
@@ -187,8 +210,15 @@ def drift(told: Mapping[str, Mapping[str, Any]]) -> Check:
     )
 
 
-def store(stats: Mapping[str, Any] | None, report: Mapping[str, Any] | None, now: float) -> Check:
-    """`store health`: what the owner says, and the last nightly check."""
+def store(
+    stats: Mapping[str, Any] | None,
+    report: Mapping[str, Any] | None,
+    now: float,
+    *,
+    running: bool = False,
+) -> Check:
+    """`store health`: what the owner says, and the last nightly check. `running`: it should say
+    something."""
     name = "store health"
     if report and not report.get("clean", True):
         return fail(
@@ -220,23 +250,58 @@ def store(stats: Mapping[str, Any] | None, report: Mapping[str, Any] | None, now
             "; ".join(evidence),
             "run `tandem store check --repair`, and check the disk",
         )
+    if not stats and running:
+        return warn(
+            name,
+            "the store does not answer",
+            "; ".join(evidence) or "never checked",
+            "see `decode worker`; a model that is being loaded takes minutes",
+        )
     if not stats and not report:
         return skip(name, "the store is not open: it is asked while `tandem up` runs")
     return ok(name, "no damage known", "; ".join(evidence))
 
 
 def copies(stats: Mapping[str, Any] | None) -> Check:
-    """`store copies`: how stored states come back to memory, copied and checked."""
+    """`store copies`: how stored states come back to memory, copied and checked.
+
+    The store says it; one that is not open is judged by whether the part is there.
+    """
     name = "store copies"
-    if not stats or "copies" not in stats:
-        return skip(name, "the store is not open: it is asked while `tandem up` runs")
-    if stats["copies"] != "in turns":
-        return ok(name, "states are copied and checked in one pass", f"built: {stats['copies']}")
+    if stats and "copies" in stats:
+        built = stats["copies"] != "in turns"
+        evidence = f"the store says: {stats['copies']}"
+    else:
+        found = _built()
+        built, evidence = bool(found), f"built: {found}" if found else "the store is not open"
+    if built:
+        return ok(name, "states are copied and checked in one pass", evidence)
     return warn(
         name,
         "states are moved and restored more slowly than they could be: copied, then checked",
-        "store/codec/_scatter is not built: there was no C compiler, or no Python headers",
-        "install them (on a Mac: `xcode-select --install`), then run pip's install again",
+        f"store/codec/_scatter is not built: there was no C compiler, or no Python headers; "
+        f"{evidence}",
+        f"install them (on a Mac: `xcode-select --install`), then {_build_again()}",
+    )
+
+
+def _built() -> str:
+    """File of the built part; the codec itself is not imported."""
+    places = [str(Path(place) / "codec") for place in store_package.__path__]
+    spec = PathFinder.find_spec("store.codec._scatter", places)
+    return Path(spec.origin).name if spec is not None and spec.origin else ""
+
+
+def _build_again() -> str:
+    """The command that builds it where Tandem is installed."""
+    pip = Path(sys.executable).parent / "pip"
+    root = Path(store_package.__path__[0]).parent
+    if (root / "pyproject.toml").is_file():
+        shown = ".venv/bin/pip" if pip.is_relative_to(root / ".venv") else str(pip)
+        return f"run in {root}: `{shown} install --no-deps -e .`"
+    return (
+        f"run in the directory that it was installed from: `{pip} install --force-reinstall "
+        "--no-deps .`"
     )
 
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ import redis
 from scheduler.config import Config, find_model
 from scheduler.doctor.machine import survey
 from scheduler.host.late_bind import is_here
+from scheduler.nodes import Node
 from scheduler.redis_client import connect
 from scheduler.serializer import pack, unpack
 from transport.errors import LinkError
@@ -57,6 +59,16 @@ class Machine:
                 fields = unpack(value)
                 found.append(cls(**{**fields, "roles": tuple(fields["roles"])}))
         return found
+
+    def silent(self, nodes: Sequence[Node]) -> list[str]:
+        """Its roles whose worker reports nothing: it hangs, or waits for the model's files."""
+        seen = {(node.role, node.name) for node in nodes}
+        return [role for role in self.roles if role != "api" and (role, self.node) not in seen]
+
+
+def api_key(node: str) -> str:
+    """Redis key of the URL of a machine's API, which `--port` may have moved."""
+    return f"tandem:api:{node}"
 
 
 class Agent:
@@ -101,7 +113,7 @@ class Agent:
             if self._stop.wait(EVERY_SECONDS):
                 break
         with contextlib.suppress(redis.RedisError, OSError):
-            client.delete(f"tandem:machine:{self._config.node}")
+            client.delete(f"tandem:machine:{self._config.node}", api_key(self._config.node))
         client.close()
 
     def _listen(self) -> None:
@@ -126,6 +138,8 @@ class Agent:
             "secret": self._secret.hex() if port else "",
         }
         client.set(f"tandem:machine:{self._config.node}", pack(machine), ex=TTL_SECONDS)
+        if "api" in self._roles:
+            client.set(api_key(self._config.node), self._config.api_url, ex=TTL_SECONDS)
 
     def _hear(self, client: redis.Redis) -> None:
         value = cast("bytes | None", client.get(SWITCH))

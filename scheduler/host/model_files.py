@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scheduler.config import DEFAULT_MODEL, Config, ConfigError
+from scheduler.config import DEFAULT_MODEL, Config, ConfigError, find_model
 
 Progress = Callable[[str, int, int], None]
 
@@ -22,6 +22,19 @@ Progress = Callable[[str, int, int], None]
 def is_fetchable(name: str) -> bool:
     """Whether a model of this name may come from elsewhere: the small default, or a hub name."""
     return name == DEFAULT_MODEL or ("/" in name and not name.startswith(("/", ".", "~")))
+
+
+def unknown(config: Config) -> str:
+    """Why a model that is not on this machine cannot be fetched either; empty where it may be."""
+    name = config.model
+    if find_model(config) is not None or is_fetchable(name):
+        return ""
+    if name.startswith(("/", "~", ".")):
+        return f"there is no directory {name}"
+    return (
+        f"model {name!r} is neither {DEFAULT_MODEL!r}, a directory in {config.models_dir} nor an "
+        "owner/name on the hub"
+    )
 
 
 def ensure(config: Config, progress: Progress) -> Config:

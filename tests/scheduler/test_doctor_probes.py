@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from scheduler.doctor import capture, mac, machine, service, thunderbolt
 from scheduler.doctor.capture import COMMANDS, Output, run
 from scheduler.doctor.finding import Check, Status
 from scheduler.doctor.run import MAC_ONLY, examine
+from scheduler.host import model_files
 from scheduler.nodes import Node
 from scheduler.passwords import Passwords, write_private
 
@@ -33,7 +35,7 @@ def told(check: Check, status: Status, *words: str) -> None:
     text = f"{check.finding} {check.evidence} {check.cure}"
     for word in words:
         assert word in text
-    assert bool(check.cure) == (status in ("warn", "fail"))
+    assert status == "skip" or bool(check.cure) == (status != "ok")
     assert all("\n" not in part for part in (check.finding, check.evidence, check.cure))
 
 
@@ -243,23 +245,38 @@ def test_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "directory", "alone", "status", "words"),
+    ("found", "prefill_only", "status", "words"),
     [
-        (survey(), "m", False, "ok", ["it fits", "48%"]),
-        (survey(weights=190e9), "m", False, "warn", ["little room"]),
-        (survey(weights=400e9), "m", False, "fail", ["does not fit this machine"]),
-        (survey(weights=400e9), "m", True, "fail", ["decode only is the plan", "roles = []"]),
-        (survey(whole=False, problem="m lacks 2 of 9 weight files"), "m", False, "fail",
+        (survey(), False, "ok", ["it fits", "48%"]),
+        (survey(weights=190e9), False, "warn", ["little room"]),
+        (survey(weights=400e9), False, "fail", ["does not fit this machine"]),
+        (survey(weights=400e9), True, "fail", ["decode only is the plan", "roles = []"]),
+        (survey(whole=False, problem="m lacks 2 of 9 weight files"), False, "fail",
          ["lacks 2", "tandem model verify"]),
-        (survey(), "", False, "warn", ["not here yet"]),
-        ({"error": "no engine"}, "m", False, "skip", ["no engine"]),
+        ({"error": "no engine"}, False, "skip", ["no engine"]),
     ],
 )  # fmt: skip
-def test_model(
-    found: dict[str, Any], directory: str, alone: bool, status: Status, words: list[str]
+def test_model(found: dict[str, Any], prefill_only: bool, status: Status, words: list[str]) -> None:
+    told(machine.model(found, Path("m"), prefill_only), status, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "status", "words"),
+    [
+        ("owner/name", False, "warn", ["fetched at the first start"]),
+        ("nosuchmodel", False, "warn", ["neither", "tandem model push nosuchmodel", "--model DIR"]),
+        ("nosuchmodel", True, "fail", ["neither", "--model DIR"]),
+        ("/no/such/model", True, "fail", ["no directory /no/such/model"]),
+    ],
+    ids=["hub", "bare", "alone", "path"],
+)
+def test_a_model_that_is_not_here(
+    name: str, alone: bool, status: Status, words: list[str], tmp_path: Path
 ) -> None:
-    path = Path(directory) if directory else None
-    told(machine.model(found, "m", path, alone), status, *words)
+    unknown = model_files.unknown(Config(data_dir=tmp_path, models_dir=tmp_path, model=name))
+    check = machine.absent(name, unknown, alone)
+    told(check, status, *words)
+    assert ("first start" in check.cure) == (name == "owner/name")
 
 
 def test_store_disk(tmp_path: Path) -> None:
@@ -270,8 +287,22 @@ def test_store_disk(tmp_path: Path) -> None:
 
 def test_store_copies() -> None:
     told(service.copies({"copies": "portable"}), "ok", "one pass", "portable")
-    told(service.copies({"copies": "in turns"}), "warn", "more slowly", "xcode-select --install")
-    told(service.copies(None), "skip", "not open")
+    cures = ("more slowly", "xcode-select --install", "pip install --no-deps -e .")
+    told(service.copies({"copies": "in turns"}), "warn", *cures)
+
+
+def test_store_copies_of_a_store_that_is_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "store"
+    (installed / "codec").mkdir(parents=True)
+    monkeypatch.setattr(service.store_package, "__path__", [str(installed)])
+    told(service.copies(None), "warn", "not built", "--force-reinstall --no-deps")
+    (tmp_path / "pyproject.toml").touch()
+    told(service.copies(None), "warn", f"run in {tmp_path}", "install --no-deps -e .")
+    (installed / "codec" / "_scatter.abi3.so").touch()
+    importlib.invalidate_caches()
+    told(service.copies(None), "ok", "built: _scatter.abi3.so")
 
 
 def test_ulimits() -> None:
@@ -332,7 +363,11 @@ def test_peer() -> None:
     decode = Node("decode", "local", state="ready", link="10.0.0.1:5")
     told(service.peer([decode], "prefill", ["prefill"], ""), "ok", "its link answers")
     told(service.peer([decode], "prefill", ["prefill"], "refused"), "fail", "firewall", "refused")
-    told(service.peer([], "local", ["api", "decode", "prefill"], None), "skip")
+    whole = ["api", "decode", "prefill"]
+    told(service.peer([], "local", whole, None), "skip")
+    told(service.peer([], "local", whole, None, ["decode b"]), "warn", "decode b does not report")
+    decodes = ["api", "decode"]
+    told(service.peer([ready], "local", decodes, None, ["decode b"]), "warn", "node forget")
 
 
 ABOUT = {"protocol": "1", "codec": "1", "tandem": "0.1", "mlx": "0.32.4", "system": "macOS 26.5"}
@@ -375,6 +410,16 @@ def test_store_health() -> None:
     bad = {"clean": False, "found": 2, "problems": ["block ab: missing"], "at": 0.0}
     told(service.store(None, bad, 0.0), "fail", "2 problems", "block ab")
     told(service.store(None, None, 0.0), "skip")
+    told(service.store(None, clean, 1e9, running=True), "warn", "does not answer", "clean")
+
+
+def test_serving() -> None:
+    full = Node("decode", "local", facts={"trouble": "the disk is full"})
+    told(service.trouble([]), "skip", "no worker reports")
+    told(service.trouble([full]), "warn", "decode local: the disk is full")
+    fine = Node("decode", "local")
+    told(service.trouble([fine]), "ok", "decode local")
+    told(service.trouble([fine], ["prefill worker"]), "skip", "no answer from the prefill worker")
 
 
 def test_gpu_keep_alive() -> None:

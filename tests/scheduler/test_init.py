@@ -123,9 +123,10 @@ def test_again_keeps_the_secrets(
         (["--role", "prefill", "--link", "10.0.0.2", "--join", "tandem1-xyz"], ["damaged"]),
         (["--role", "prefill", "--link", "10.0.0.2", "--join", "no/such/file"], ["neither a join"]),
         (["--role", "both", "--join", "tandem1-xyz"], ["damaged"]),
+        (["--role", "both", "--model", "nosuch"], ["'nosuch' is neither", "--model DIR"]),
         ([], ["--role", "nobody can be asked"]),
     ],
-    ids=["any", "name", "alone", "damaged", "nothing", "both", "silent"],
+    ids=["any", "name", "alone", "damaged", "nothing", "both", "model", "silent"],
 )
 def test_what_is_not_accepted(
     words: list[str], said: list[str], home: Path, capsys: pytest.CaptureFixture[str],
@@ -137,6 +138,17 @@ def test_what_is_not_accepted(
     assert len(line.splitlines()) == 1
     assert all(word in line for word in said)
     assert not (home / "one" / "tandem.toml").exists()
+
+
+def test_a_model_that_only_the_other_machine_may_have_is_told(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["init", "--role", "decode", "--link", "127.0.0.1", "--model", "m"]
+    assert cli.main(words) == 0
+    assert "run there, once both run: tandem model push m" in capsys.readouterr().out
+    (home / "models" / "m").mkdir(parents=True)
+    assert cli.main([*words, "--models", str(home / "models"), "--force"]) == 0
+    assert "push" not in capsys.readouterr().out
 
 
 def test_it_asks_who_is_there(
