@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+_BEGINS = {"Response": "resp_", "Conversation": "conv_"}
 ANTHROPIC = "/v1/messages"
 """Below this path the answers have Anthropic's shape."""
 _ANTHROPIC_TYPES = {
@@ -100,10 +102,15 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> Faul
 
 
 def missing(what: str, name: str, param: str | None = None) -> Fault:
-    """404: there is no such thing."""
+    """404: there is no such thing; said apart where an ID's form shows that there never was."""
+    begins = _BEGINS.get(what)
+    if begins is not None and re.fullmatch(begins + "[0-9a-f]{32}", name) is None:
+        why = f"is no ID of one, which is {begins} and 32 hex digits: give all of it"
+    else:
+        why = "does not exist here: check the ID; it may have been deleted or expired"
     return Fault(
         404,
-        f"{what} '{name}' does not exist here: check the ID; it may have been deleted or expired",
+        f"{what} '{name}' {why}",
         param=param,
         code=f"{what.lower().replace(' ', '_')}_not_found",
     )

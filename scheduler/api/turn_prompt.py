@@ -40,14 +40,18 @@ def turn_prompt(
     except TooLong as error:
         if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
             return found
-        raise _too_long(f"at least {error.least}", limit) from None
+        raise _too_long(
+            f"is too long to be counted: by its characters it has at least {error.least} tokens, "
+            "perhaps many times more,",
+            limit,
+        ) from None
     except TemplateError as error:
         raise bad(str(error), "input") from error
     prompt = backend.pictures.place(prompt, [*lineage.seed, *items], lineage.parent)
     if len(prompt.ids) >= limit:
         if shortened and (found := _shorter(backend, body, lineage, shaping)) is not None:
             return found
-        raise _too_long(str(len(prompt.ids)), limit)
+        raise _too_long(f"has {len(prompt.ids)} tokens", limit)
     return prompt
 
 
@@ -80,10 +84,10 @@ def _shorter(
     return replace(found, shared=common_prefix(found.ids, parent.ids), rebased=True)
 
 
-def _too_long(tokens: str, limit: int) -> Fault:
+def _too_long(why: str, limit: int) -> Fault:
     return bad(
-        f"the prompt has {tokens} tokens and the model's context is {limit} tokens, of which one "
-        "at least is for the answer: send less text or start a new conversation",
+        f"the prompt {why} and the model's context is {limit} tokens, of which one at least is "
+        "for the answer: send less text or start a new conversation",
         "input",
         "context_length_exceeded",
     )

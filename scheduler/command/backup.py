@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from scheduler.command.flags import config_flags, config_of, json_flag
+from scheduler.command.flags import config_flags, config_of, json_flag, up_command
 from scheduler.host import backup, data_dir
 
 _BACKUP = """\
@@ -63,7 +63,7 @@ def run_restore(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"data": str(config.data_dir), "made": found["made"]}))
     else:
-        print(f"{config.data_dir} holds what {source} held; start it: tandem up")
+        print(f"{config.data_dir} holds what {source} held; start it: {up_command(args)}")
     return 0
 
 

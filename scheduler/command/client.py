@@ -34,9 +34,11 @@ class ClientError(Exception):
 class Client:
     """Speaks to one API. Every method raises ClientError with one line: cause and cure."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", start: str = "tandem up") -> None:
+        """`start`: the command that starts what is spoken to, named where nothing answers."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.away: list[str] = []
+        self._start = start
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
             self._http = httpx.Client(
@@ -50,9 +52,9 @@ class Client:
             raise ClientError(f"{url!r} is not a URL: {error}", 2) from error
 
     @classmethod
-    def of(cls, config: Config, url: str | None = None) -> Client:
+    def of(cls, config: Config, url: str | None = None, start: str = "tandem up") -> Client:
         """The client for a URL given, the one of TANDEM_URL, or the configuration's."""
-        return cls(url or os.environ.get(URL) or config.api_url, config.api.token)
+        return cls(url or os.environ.get(URL) or config.api_url, config.api.token, start)
 
     def __enter__(self) -> Self:
         return self
@@ -229,8 +231,8 @@ class Client:
         if isinstance(error, httpx.ReadTimeout):
             return ClientError(self._silent())
         return ClientError(
-            f"no Tandem answers at {self.url}: start it with `tandem up`, or name it with --url "
-            f"or {URL}"
+            f"no Tandem answers at {self.url}: start it with `{self._start}`, or name it with "
+            f"--url or {URL}"
         )
 
     def _silent(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,15 @@ def client_of(args: argparse.Namespace) -> Client:
     named = args.url or os.environ.get(URL)
     if not named and (cause := without_api(config)):
         raise ClientError(f"{cause}: ask on the other one, or name its API with --url or {URL}", 2)
-    return Client.of(config, named)
+    return Client.of(config, named, start=up_command(args))
+
+
+def up_command(args: argparse.Namespace) -> str:
+    """The `tandem up` that starts what the flags of `config_flags` name."""
+    words = ["tandem", "up"]
+    for flag, value in (("--config", args.config), ("--data", args.data)):
+        words += [flag, str(value)] if value is not None else []
+    return shlex.join(words)
 
 
 def without_api(config: Config) -> str:

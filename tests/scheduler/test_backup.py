@@ -109,7 +109,9 @@ def test_a_copy_of_nothing_is_no_backup(
     assert cli.main(["backup", "copy", "--data", "a"]) == 0
 
 
-def test_a_running_machine_is_copied_and_put_back(directory: Path) -> None:
+def test_a_running_machine_is_copied_and_put_back(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     machine = Machine(Config(data_dir=directory / "a"))
     (directory / "a" / "tandem.toml").write_text("# mine\n")
     try:
@@ -128,6 +130,7 @@ def test_a_running_machine_is_copied_and_put_back(directory: Path) -> None:
     assert (directory / "copy").stat().st_mode & 0o077 == 0
     assert (directory / "copy" / "tandem.toml").read_text() == "# mine\n"
     assert cli.main(["restore", "copy", "--data", "b"]) == 0
+    assert capsys.readouterr().out.endswith("start it: tandem up --data b\n")
     other = Machine(Config(data_dir=directory / "b"))
     try:
         assert other.status(job) == "queued"

@@ -169,8 +169,9 @@ def test_an_interrupted_wait_leaves_the_job(stack: Stack) -> None:
         (["resume", "x", "Hi"], 2, "'x' is no ID"),
         (["resume", "resp_" + "0" * 32, "Hi"], 2, "does not exist here"),
         (["resume", "conv_" + "0" * 32, "Hi"], 2, "does not exist here"),
-        (["show", "resp_1"], 2, "does not exist here"),
-        (["cancel", "resp_1"], 2, "does not exist here"),
+        (["show", "resp_1"], 2, "is no ID of one, which is resp_ and 32 hex digits"),
+        (["cancel", "foo"], 2, "is no ID of one, which is resp_ and 32 hex digits"),
+        (["show", "conv_" + "g" * 32], 2, "is no ID of one, which is conv_ and 32 hex digits"),
         (["show", ""], 2, "'' is no ID"),
         (["show", "../.."], 2, "no such path"),
         (["submit", "-", "--temperature", "nan"], 2, "finite numbers"),
@@ -181,6 +182,11 @@ def test_an_interrupted_wait_leaves_the_job(stack: Stack) -> None:
         (["jobs", "--config", "no.toml"], 2, "no.toml does not exist"),
         (["jobs", "--url", "nonsense"], 2, "not a usable URL"),
         (["jobs", "--url", "http://127.0.0.1:9"], 1, "start it with `tandem up`"),
+        (
+            ["jobs", "--url", "http://127.0.0.1:9", "--data", "/no/such dir"],
+            1,
+            "start it with `tandem up --data '/no/such dir'`",
+        ),
     ],
 )
 def test_errors(stack: Stack, words: list[str], status: int, line: str) -> None:
