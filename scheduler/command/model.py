@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,17 +88,29 @@ def run_list(args: argparse.Namespace) -> int:
             found[machine.node] = client.models()
     except ConfigError as error:
         if not args.json:
-            print(f"(only this machine: {error})", file=sys.stderr)
+            print(f"only this machine: {error}", file=sys.stderr)
+    served = _served(config)
     if args.json:
-        print(json.dumps({"models": found, "serving": config.model_name}))
+        serving = config.model_name if config.model_name in served.values() else ""
+        configured = config.model_name
+        print(json.dumps({"models": found, "configured": configured, "serving": serving}))
         return 0
     for node, models in found.items():
         for model in models:
-            state = (
-                "in part" if model["partial"] else "serves" * (model["name"] == config.model_name)
-            )
+            state = "configured" if model["name"] == config.model_name else ""
+            if model["name"] == served.get(node):
+                state = "serves"
+            elif model["partial"]:
+                state = "in part"
             print(f"{node:<10} {model['name']:<40} {model['bytes'] / 1e9:>8.2f} GB  {state}")
     return 0
+
+
+def _served(config: Config) -> dict[str, str]:
+    """The model that each machine serves now, by name of the machine; none where nothing runs."""
+    with suppress(ConfigError), _redis(config) as client:
+        return {one.node: one.ready for one in Machine.all(client)}
+    return {}
 
 
 def run_push(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`tandem service`: run `tandem up` at every boot, see how it stands, read its logs."""
+"""`tandem service`: run `tandem up` at every login or boot, see how it stands, read its logs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `service` to the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = subparsers.add_parser(
-        "service", help="run at every boot", description=_TEXT, formatter_class=raw
+        "service",
+        help="run at every login, or at every boot (--system)",
+        description=_TEXT,
+        formatter_class=raw,
     )
     commands = parser.add_subparsers(dest="service_command", required=True, metavar="COMMAND")
     for name, text, run in (

@@ -177,7 +177,10 @@ def _check(wishes: Wishes) -> None:
             "on the other machine"
         )
     if wishes.role != "prefill" and wishes.join is not None:
-        raise ConfigError("--join is for --role prefill: the other machine gives the string")
+        raise ConfigError(
+            "--join is for --role prefill: the other machine gives the string; the README says how "
+            "a further decode node is set up"
+        )
     if wishes.role != "both":
         _address("--link", wishes.link)
         if wishes.link and ipaddress.ip_address(wishes.link).is_unspecified:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from scheduler.cli import main
 from scheduler.command.demo_run import run_saying
 from scheduler.config import load
+from scheduler.host.agent import Machine
 from scheduler.host.data_dir import Claim
+from scheduler.serializer import pack
 
 
 @pytest.fixture
@@ -47,10 +53,36 @@ def test_models_of_one_machine(here: Path, capsys: pytest.CaptureFixture[str]) -
     status, text = say("list")
     assert (status, "small" in text, "there is no other machine" in text) == (0, True, True)
     assert "cable" not in text
+    assert "(only" not in text
     status, text = say("push", "small")
     assert (status, "there is no other machine" in text) == (2, True)
     status, text = say("verify", "small")
     assert (status, "no other machine to compare with" in text) == (0, True)
+
+
+def test_a_model_serves_only_where_a_machine_does_it(
+    here: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    client: redis.Redis,
+    redis_url: str,
+) -> None:
+    def say() -> tuple[str, dict[str, Any]]:
+        assert main(["model", "list", "--config", str(here)]) == 0
+        text = capsys.readouterr().out
+        assert main(["model", "list", "--json", "--config", str(here)]) == 0
+        return text, json.loads(capsys.readouterr().out)
+
+    monkeypatch.setenv("TANDEM_MODEL", "small")
+    text, told = say()
+    assert text.split()[-1] == "configured"
+    assert (told["configured"], told["serving"]) == ("small", "")
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    machine = Machine("local", "here", 1, ("api", "decode", "prefill"), "small", "small")
+    client.set("tandem:machine:local", pack(asdict(machine)))
+    text, told = say()
+    assert text.split()[-1] == "serves"
+    assert told["serving"] == "small"
 
 
 @pytest.mark.parametrize(
