@@ -78,7 +78,7 @@ class Client:
 
     def ledger(self, response: str) -> dict[str, Any]:
         """Where a response's time and bytes went, up to now."""
-        return self._call("GET", f"/v1/responses/{_segment(response)}/ledger")
+        return self._look_up(f"/v1/responses/{_segment(response)}/ledger")
 
     def cancel(self, response: str) -> dict[str, Any]:
         """Cancel a response, also one that somebody waits for, and return it."""

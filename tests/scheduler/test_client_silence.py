@@ -18,6 +18,7 @@ LOOKUPS: dict[str, Callable[[Client], Any]] = {
     "conversations": lambda client: client.conversations(),
     "conversation": lambda client: client.conversation("conv_" + "0" * 32),
     "response": lambda client: client.retrieve("resp_" + "0" * 32),
+    "ledger": lambda client: client.ledger("resp_" + "0" * 32),
     "items": lambda client: client.items("conv_" + "0" * 32),
 }
 released = threading.Event()
