@@ -21,7 +21,7 @@ from scheduler.execution import Execution, Finished
 from scheduler.leaving import Leaver, Leaving, Mover, Tail, facts_of
 from scheduler.nodes import Nodes
 from scheduler.outbox import Outbox
-from scheduler.queue import PREFILL, wait_for_work
+from scheduler.queue import PREFILL, wait_for_work, wake
 from scheduler.record import Job, Result
 from scheduler.redis_client import AWAY, connect
 from scheduler.runs import Outcome, Release, Runs, SendBack
@@ -150,14 +150,22 @@ class DecodeLoop(LoopWorker):
         if self._has_prefill(client):
             self._alone_since = None
             return
-        now = time.monotonic()
         if self._alone_since is None:
-            self._alone_since = now
-        if self.stopping or now - self._alone_since < self.settings.lease_seconds:
-            return
+            self._alone_since = time.monotonic()
+        if self._alone:
+            self._take_over(Runs(client, self.settings))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether no prefill node was there for longer than a short absence. Any thread."""
+        since = self._alone_since
+        absent = since is not None and time.monotonic() - since >= self.settings.lease_seconds
+        return absent and not self.stopping
+
+    def _take_over(self, runs: Runs) -> None:
         with self._changed:
             room = self._wanted
-        if room > 0 and (moved := Runs(client, self.settings).take_over(self._node, room)):
+        if room > 0 and (moved := runs.take_over(self._node, room)):
             log.warning("no prefill node is there: %d jobs are prefilled here", moved)
 
     def _has_prefill(self, client: redis.Redis) -> bool:
@@ -390,7 +398,7 @@ class DecodeLoop(LoopWorker):
                     execution = self._taken(runs)
                 if execution is None:
                     if not self.stopping:
-                        wait_for_work(client, self.queue)
+                        self._await_work(client, runs)
                     elif not self._rows and not self._inbox:
                         break
                     else:
@@ -418,6 +426,17 @@ class DecodeLoop(LoopWorker):
         if execution is not None:  # it was not made ready: it is given back with the others
             with self._changed:
                 self._inbox.append(execution)
+
+    def _await_work(self, client: redis.Redis, runs: Runs) -> None:
+        """Wait for a job of this node; while it is alone, for one to be taken over as well."""
+        queues = (self.queue, PREFILL) if self._alone else (self.queue,)
+        if wait_for_work(client, *queues) != PREFILL:
+            return
+        if self._has_prefill(client):  # since a moment ago
+            self._alone_since = None
+            wake(client, PREFILL)
+        else:
+            self._take_over(runs)
 
     def _taken(self, runs: Runs) -> Execution | None:
         """The next job of this node, whose lease is renewed from now on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import redis
 from rq import Queue
 
@@ -10,7 +12,15 @@ from scheduler.record import Stage
 from scheduler.redis_client import MAX_BLOCK
 from scheduler.serializer import Msgpack
 
-__all__ = ["PREFILL", "decode_queue", "first_queue", "prefill_queue", "rq_queue", "wait_for_work"]
+__all__ = [
+    "PREFILL",
+    "decode_queue",
+    "first_queue",
+    "prefill_queue",
+    "rq_queue",
+    "wait_for_work",
+    "wake",
+]
 
 PREFILL = "prefill"
 
@@ -30,9 +40,21 @@ def rq_queue(name: str, client: redis.Redis) -> Queue:
     return Queue(name, connection=client, serializer=Msgpack)
 
 
-def wait_for_work(client: redis.Redis, queue: str, seconds: float = MAX_BLOCK) -> None:
-    """Return when something was enqueued or freed for `queue`, at the latest after `seconds`.
+def wait_for_work(client: redis.Redis, *queues: str) -> str:
+    """Return when something was enqueued or freed for one of `queues`, at the latest after
+    `MAX_BLOCK`; which one that was, "" for none.
 
     Waking up promises nothing: the caller takes, and waits again when there was nothing.
     """
-    client.blpop([f"tandem:wake:{queue}"], timeout=max(0.01, min(seconds, MAX_BLOCK)))
+    woken = client.blpop([_wakes(queue) for queue in queues], timeout=MAX_BLOCK)
+    names = {_wakes(queue).encode(): queue for queue in queues}
+    return names[cast("list[bytes]", woken)[0]] if woken else ""
+
+
+def wake(client: redis.Redis, queue: str) -> None:
+    """Wake who waits for work of `queue`: one was woken for it who has no business there."""
+    client.lpush(_wakes(queue), "1")
+
+
+def _wakes(queue: str) -> str:
+    return f"tandem:wake:{queue}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+from typing import cast
+
 import pytest
 import redis
 from jobs_kit import answer, assert_idle, new_job
@@ -10,7 +14,9 @@ from rq.worker import BaseWorker
 
 from scheduler import events
 from scheduler.config import JobsConfig
+from scheduler.decode_loop import DecodeEngine, DecodeLoop
 from scheduler.jobs import Jobs
+from scheduler.nodes import Node
 from scheduler.queue import rq_queue
 from scheduler.reclaim import Reclaimer
 from scheduler.record import Job, NewJob, Result
@@ -339,3 +345,40 @@ def test_a_waiting_prefill_is_taken_over(client: redis.Redis, jobs: Jobs, runs: 
     assert runs.finish(moved, Result("completed", output=[]), 0) == "ok"
     assert jobs.get(second.id).status == "completed"
     assert runs.finish_prefill(running, {"path": "tcp"}, "decode", 39) == "ok"
+
+
+class _Roomy:
+    """As much of a decode engine as waits for work."""
+
+    def free(self) -> int:
+        return 4
+
+
+def test_a_prompt_is_taken_over_at_once_where_no_prefill_node_is_known(
+    redis_url: str, client: redis.Redis, jobs: Jobs
+) -> None:
+    """The look that comes four times a lease, here every 150 s, is not waited for."""
+    settings = JobsConfig(lease_seconds=600)
+    loop = DecodeLoop(redis_url, cast(DecodeEngine, _Roomy()), settings=settings)
+    runs = Runs(client, settings)
+    loop._admit()  # it has room
+
+    def accepted() -> str:
+        jobs.accept(new := new_job())
+        loop._await_work(client, runs)
+        return jobs.get(new.id).stage
+
+    loop.also_reclaim(client)
+    assert accepted() == "prefill", "a short absence is waited for"
+    assert client.llen("tandem:wake:prefill") == 1
+    client.delete("tandem:wake:prefill")
+    loop._alone_since = time.monotonic() - 601.0
+    assert accepted() == "decode"
+    client.delete("tandem:wake:decode")
+    node = Node("prefill", "m5", state="starting")
+    client.set(node.key, pack(dataclasses.asdict(node)))
+    assert accepted() == "prefill", "it has come since"
+    assert client.llen("tandem:wake:prefill") == 1, "what woke the wrong one wakes it"
+    assert accepted() == "prefill"
+    assert client.llen("tandem:wake:prefill") == 1, "it is left alone from then on"
+    loop.connection.close()
