@@ -96,7 +96,8 @@ def peer(
             name,
             f"no {wanted[0]} worker has reported",
             evidence,
-            f"run `tandem up` on the other machine ({mine} waits for it)",
+            f"run `tandem up` on the other machine, or `tandem doctor` where it runs ({mine} waits "
+            "for it)",
         )
     if reached:
         return fail(
