@@ -78,8 +78,8 @@ def test_a_terminal_shows_the_stage_and_the_text(stack: Stack) -> None:
         made = client.create({"input": "Hi", "background": True})
         seen = client.retrieve
 
-        def retrieve(response: str) -> dict[str, Any]:
-            now = seen(response)
+        def retrieve(response: str, *, patient: bool = False) -> dict[str, Any]:
+            now = seen(response, patient=patient)
             if "next" in screen.getvalue():  # it is drawn by a thread, now and then
                 stack.workers.open()
             return now
