@@ -140,8 +140,7 @@ def _asking(
     try:
         store = Store.open(store_dir(data), 0, create=False)
     except StoreError as error:
-        if "owns the store" in str(error):
-            owner = str(error).partition(" owns the store")[0]
+        if owner := _owner(error):
             raise StoreUnavailable(
                 f"{owner} owns the store but does not answer: it is starting, stopped or stuck; "
                 "try again shortly, else end it and start Tandem again (`tandem up`)"
@@ -151,6 +150,12 @@ def _asking(
         yield lambda method, **given: _here(store, method, given)
     finally:
         store.close()
+
+
+def _owner(error: StoreError) -> str:
+    """The process that owns the store, where that is why it was refused; else empty."""
+    name, owns, _ = str(error).partition(" owns the store")
+    return name if owns else ""
 
 
 def _here(store: Store, method: str, given: dict[str, Any]) -> Any:
@@ -250,8 +255,7 @@ def _compact(arguments: argparse.Namespace) -> int:
     try:
         before, after = compact(store_dir(data_dir(arguments.data)))
     except StoreError as error:
-        if "owns the store" in str(error):
-            owner = str(error).partition(" owns the store")[0]
+        if owner := _owner(error):
             raise StoreError(
                 f"{owner} owns the store, which must not be in use: stop Tandem here first (Ctrl-C "
                 "where `tandem up` runs, or the service), then compact and start it again"
